@@ -1,0 +1,1 @@
+"""Operators: one folder each, with what it computes (api.py) and how (reference.py, later pallas.py)."""

@@ -1,0 +1,1 @@
+"""Kimi Delta Attention: the short convolution and the gated delta rule."""

@@ -1,0 +1,124 @@
+"""One launch for a decode step: a program does everything of one head of one row, with the state in registers.
+
+It reads its state once and writes it once, in place, and it owns its head's channels of the convolution windows, so no program
+reads what another writes. The output norm needs all value channels of a head, so they are not dealt to several programs.
+"""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+from jaxtyping import Array, Float, Int
+
+from kimi_jax.ops.kda.inputs import Projected, Weights
+from kimi_jax.ops.kda.output import gated_norm
+from kimi_jax.ops.kda.reference import unit
+from kimi_jax.ops.once import once
+
+MOST_TOKENS = 8
+"""Tokens of a row that one launch takes: a drafted block and the token before it. The loop over them is unrolled."""
+
+WARPS = 8
+"""A lane of 64 holds 32 values of a state of 128 x 128."""
+
+
+@once
+def step(
+    projected: Projected,
+    weights: Weights,
+    windows: Float[Array, "rows streams taps_less_one channels"],
+    state: Float[Array, "rows heads dim dim"],
+    lengths: Int[Array, " rows"],
+    *,
+    lower_bound: float,
+    eps: float,
+    interpret: bool,
+) -> tuple[
+    Float[Array, "rows tokens channels"],
+    Float[Array, "rows streams taps_less_one channels"],
+    Float[Array, "rows heads dim dim"],
+]:
+    """See ``api.attend``."""
+    operands = (lengths, *projected, *weights, windows, state)
+    written = (projected.v, windows, state)
+    return pl.pallas_call(
+        partial(_kernel, lower_bound=lower_bound, eps=eps),
+        out_shape=[jax.ShapeDtypeStruct(like.shape, like.dtype) for like in written],
+        grid=state.shape[:2],
+        input_output_aliases={len(operands) - 2: 1, len(operands) - 1: 2},
+        interpret=interpret,
+        name="kda_step",
+        compiler_params=None if interpret else plt.CompilerParams(num_warps=WARPS, num_stages=1),
+    )(*operands)
+
+
+def _kernel(lengths: Any, *refs: Any, lower_bound: float, eps: float) -> None:
+    projected, weights, (windows, state) = Projected(*refs[:6]), Weights(*refs[6:13]), refs[13:15]
+    out, new_windows, new_state = refs[15:]
+    row, head = pl.program_id(0), pl.program_id(1)
+    length = lengths[row]
+    tokens, dim, taps = out.shape[1], weights.norm.shape[0], windows.shape[2] + 1
+    channels = pl.ds(head * dim, dim)
+
+    @pl.when(length <= 0)
+    def _() -> None:
+        for t in range(tokens):
+            out[row, t, channels] = jnp.zeros(dim, out.dtype)
+
+    @pl.when(length > 0)
+    def _() -> None:
+        filters = (weights.q_conv, weights.k_conv, weights.v_conv)
+        taps_of = [[weight[channels, 0, tap] for tap in range(taps)] for weight in filters]
+        inputs = [
+            [windows[row, stream, slot, channels] for slot in range(taps - 1)]
+            + [_load(x, (row, np.int32(t), channels), dim, t < length) for t in range(tokens)]
+            for stream, x in enumerate((projected.q, projected.k, projected.v))
+        ]
+        decay_kr, slope = weights.decay[channels, :], jnp.exp(weights.A_log[head])
+        dt_bias, norm = weights.dt_bias[head, :], weights.norm[:]
+        state_kv = state[row, head, :, :]
+
+        for t in range(tokens):
+            real = t < length
+            q, k, v = (
+                _activated(inputs[stream][t : t + taps], taps_of[stream], out.dtype) for stream in range(len(inputs))
+            )
+            latent = _load(projected.latent, (row, np.int32(t), slice(None)), decay_kr.shape[1], real)
+            f = jnp.sum(decay_kr.astype(jnp.float32) * latent.astype(jnp.float32)[None, :], axis=1)
+            f = f.astype(out.dtype).astype(jnp.float32)
+            decay = jnp.exp(lower_bound * jax.nn.sigmoid(slope * (f + dt_bias)))
+            beta = jax.nn.sigmoid(projected.b[row, t, head].astype(jnp.float32))
+            q, k = unit(q) * dim**-0.5, unit(k)
+
+            # Both reads are of the undecayed state, so that neither waits for the other: the decay moves to the vectors.
+            read_q = jnp.sum(state_kv * (q * decay)[:, None], axis=0)
+            read_k = jnp.sum(state_kv * (k * decay)[:, None], axis=0)
+            delta = beta * (v - read_k)
+            state_kv = jnp.where(real, state_kv * decay[:, None] + k[:, None] * delta[None, :], state_kv)
+            mixed = (read_q + jnp.sum(q * k) * delta).astype(out.dtype)
+            gate = _load(projected.gate, (row, np.int32(t), channels), dim, real)
+            out[row, t, channels] = jnp.where(real, gated_norm(mixed, gate, norm, eps), 0)
+
+        new_state[row, head, :, :] = state_kv
+        for stream, seen in enumerate(inputs):
+            for slot in range(taps - 1):
+                # Token i is seen[taps - 1 + i]: after `length` tokens the window begins at seen[length].
+                kept = seen[slot + tokens]
+                for count in range(tokens - 1, 0, -1):
+                    kept = jnp.where(length <= count, seen[slot + count], kept)
+                new_windows[row, stream, slot, channels] = kept.astype(new_windows.dtype)
+
+
+def _load(ref: Any, at: tuple[Any, ...], size: int, real: Any) -> jax.Array:
+    """A vector, zeros where the token is padding: what lies there is never read."""
+    return plt.load(ref.at[at], mask=jnp.broadcast_to(real, (size,)), other=0)
+
+
+def _activated(seen: list[jax.Array], taps: list[jax.Array], dtype: Any) -> jax.Array:
+    """One token of a short convolution with SiLU, float32 rounded through the activation dtype."""
+    mixed = sum(x.astype(jnp.float32) * tap for x, tap in zip(seen, taps, strict=True))
+    return jax.nn.silu(mixed).astype(dtype).astype(jnp.float32)

@@ -1,0 +1,1 @@
+"""Projections: products of a few rows with weights stored ``[out, in]``."""

@@ -1,0 +1,1 @@
+"""Gated latent attention over cached latent rows."""

@@ -1,0 +1,119 @@
+"""Latent attention (MLA without positions): queries of many heads over one cached row per token.
+
+A cached row is the normalised latent followed by the key part that all heads share. Source: text-model section 3.2.
+"""
+
+from functools import partial
+from typing import Any, Literal
+
+import jax
+from jaxtyping import Array, Float, Int
+
+from kimi_jax.ops.implementation import choose
+from kimi_jax.ops.mla import absorb as absorb_kernel
+from kimi_jax.ops.mla import kernels, reference
+from kimi_jax.ops.mla.launch import check_cache
+
+Form = Literal["auto", "direct", "absorbed"]
+
+DIRECT_FROM = 64
+"""Queries per row from which expanding the rows to per-head keys and values costs less than absorbed scores."""
+
+
+def attend(
+    query: Float[Array, "rows tokens heads query_dim"],
+    cache: Float[Array, "pool page row_dim"],
+    expand: Float[Array, "heads_by_kv latent"],
+    positions: Int[Array, "rows tokens"],
+    lengths: Int[Array, " rows"],
+    *,
+    nope_dim: int,
+    gate: Float[Array, "rows tokens heads value_dim"] | None = None,
+    pages: Int[Array, "rows pages"] | None = None,
+    form: Form = "auto",
+    impl: str = "reference",
+) -> Float[Array, "rows tokens heads value_dim"]:
+    """Causal softmax attention of every query over the cached rows up to its own position.
+
+    Args:
+      query: per head, the part matched with expanded keys (``nope_dim``) and the part matched with the shared key.
+      cache: rows already written for these tokens, [rows, length, row_dim], or a pool of pages with a table ``pages``; rows at
+        ``lengths`` and beyond may hold anything, also NaN.
+      expand: kv_b weight, head-major: ``nope_dim`` key rows, then the value rows of each head.
+      positions: position of each query; a negative one marks padding and gives zeros.
+      lengths: written rows of each sequence, the current tokens included.
+      nope_dim: width of a head's own key.
+      gate: logits of the output gate; the result is then multiplied by their sigmoid and has their dtype.
+      pages: int32, for each sequence the pages of ``cache`` that hold its rows, in order; all must exist.
+      form: ``direct`` expands rows to keys and values, ``absorbed`` moves the expansion to the query and the result; ``auto``
+        chooses by the number of queries. Equal up to rounding.
+
+    Returns:
+      Attention output, float32 before the output gate; the scale is ``query_dim ** -0.5``.
+
+    Raises:
+      ValueError: pages or a cache that the kernels cannot address.
+    """
+    if form == "auto":
+        form = "direct" if query.shape[1] >= DIRECT_FROM else "absorbed"
+    run = _choose("attend", impl, reference.attend, kernels.attend, cache, pages)
+    with jax.named_scope(f"mla_{form}"):
+        return run(
+            query,
+            cache,
+            expand,
+            positions,
+            lengths,
+            nope_dim=nope_dim,
+            absorbed=form == "absorbed",
+            gate=gate,
+            pages=pages,
+        )
+
+
+def absorb(
+    query: Float[Array, "rows tokens heads query_dim"],
+    expand: Float[Array, "heads_by_kv latent"],
+    *,
+    nope_dim: int,
+    impl: str = "reference",
+) -> Float[Array, "rows tokens heads row_dim"]:
+    """Queries in the coordinates of a cached row, in ``expand.dtype``: their product with a row is the score before scaling."""
+    return _choose("absorb", impl, reference.absorb, absorb_kernel.absorb)(query, expand, nope_dim=nope_dim)
+
+
+def attend_partial(
+    query: Float[Array, "rows tokens heads row_dim"],
+    cache: Float[Array, "pool page row_dim"],
+    positions: Int[Array, "rows tokens"],
+    lengths: Int[Array, " rows"],
+    *,
+    latent: int,
+    scale: float,
+    pages: Int[Array, "rows pages"] | None = None,
+    impl: str = "reference",
+) -> tuple[Float[Array, "rows tokens heads latent"], Float[Array, "rows tokens heads"]]:
+    """Attention over a part of the cached rows, to be joined with other parts: for a sequence cut over devices.
+
+    Args:
+      query: absorbed.
+      cache, positions, lengths, pages: as for :func:`attend`, counted from the first row of this part; a query that stands before
+        the part has a negative position.
+      latent: width of the latent in a row; the rest is the shared key.
+      scale: of the scores.
+
+    Returns:
+      Sum of latents by softmax weight over this part, and the natural logarithm of the sum of weights; zeros and -1e30
+      for a query that sees no row. float32.
+    """
+    run = _choose("attend_partial", impl, reference.attend_partial, kernels.attend_partial, cache, pages)
+    with jax.named_scope("mla_partial"):
+        return run(query, cache, positions, lengths, latent=latent, scale=scale, pages=pages)
+
+
+def _choose(name: str, impl: str, plain: Any, kernel: Any, cache: Any = None, pages: Any = None) -> Any:
+    built = {"reference": plain, "pallas": kernel, "interpret": partial(kernel, interpret=True)}
+    run = choose(f"mla.{name}", impl, built)
+    if impl != "reference" and cache is not None:
+        check_cache(cache, pages)
+    return run

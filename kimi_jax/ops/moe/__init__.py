@@ -1,0 +1,1 @@
+"""Routing and the routed experts."""

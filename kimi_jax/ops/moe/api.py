@@ -1,0 +1,62 @@
+"""Routed experts of the latent mixture: choice (``route``) and weighted sum (``experts``); text-model section 4."""
+
+from functools import partial
+
+import jax
+from jaxtyping import Array, Float, Int
+
+from kimi_jax.ops.implementation import Impl, choose
+from kimi_jax.ops.moe import kernels, reference
+from kimi_jax.ops.moe.products import Product
+from kimi_jax.ops.moe.router import route as route
+from kimi_jax.ops.moe.weights import ExpertCodes as ExpertCodes
+from kimi_jax.ops.moe.weights import ExpertWeights as ExpertWeights
+from kimi_jax.ops.moe.weights import check
+from kimi_jax.ops.moe.weights import unpack as unpack
+
+
+def experts(
+    z: Float[Array, "tokens latent"],
+    ids: Int[Array, "tokens top_k"],
+    weights: Float[Array, "tokens top_k"],
+    w: ExpertWeights | ExpertCodes,
+    *,
+    beta: float,
+    linear_beta: float | None,
+    first_expert: int | Int[Array, ""] = 0,
+    product: Product | None = None,
+    impl: Impl = "reference",
+) -> Float[Array, "tokens latent"]:
+    """``sum_i weights_i * w2_i situ(w1_i z, w3_i z)`` over the experts of each token that are held here.
+
+    Args:
+      z: latent rows, float32 or bfloat16; products are summed in float32, and the activation and each expert's output
+        are rounded to this dtype.
+      ids: expert ids over the whole model, distinct within a row. Ids outside ``[first_expert, first_expert + local)``
+        are another device's, or padding, and are skipped; a row with none may hold anything, also NaN.
+      weights: float32 weights in the order of ``ids``.
+      w: the experts held here, either as stored or as unpacked codes; results are the same up to the order of sums.
+      beta: bound of the gated half of SiTU.
+      linear_beta: bound of its linear half, or None.
+      first_expert: id of the first expert in ``w``; may be traced.
+      product: how kernels multiply with the weights; None keeps what rows of ``z``'s dtype hold.
+      impl: which implementation runs; kernels read experts as stored only.
+
+    Returns:
+      The weighted sum, float32; before any reduction over devices, and before the norm.
+
+    Raises:
+      ValueError: shapes of ``w`` do not belong together or to ``z``; names all of them. ``impl`` is not built, or cannot
+        read ``w`` or multiply as asked.
+    """
+    check(w, z.shape[-1])
+    built = {
+        "reference": reference.experts,
+        "pallas": partial(kernels.experts, product=product),
+        "interpret": partial(kernels.experts, product=product, interpret=True),
+    }
+    run = choose("moe.experts", impl, built)
+    if product and impl == "reference":
+        raise ValueError(f"moe.experts: the reference multiplies in one way only; product {product!r} is for kernels")
+    with jax.named_scope("moe_experts"):
+        return run(z, ids, weights, w, beta=beta, linear_beta=linear_beta, first_expert=first_expert)

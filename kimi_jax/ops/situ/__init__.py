@@ -1,0 +1,1 @@
+"""The SiTU gated activation."""
