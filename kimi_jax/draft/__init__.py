@@ -1,0 +1,1 @@
+"""Speculative decoding: draft models that propose tokens for the target to verify."""

@@ -1,0 +1,128 @@
+"""Stable LatentMoE: routed experts in a latent space plus shared experts on the hidden vector (text-model section 4)."""
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Bool, Float
+
+from kimi_jax.config import KimiConfig, MoeConfig
+from kimi_jax.layers.linear import Linear
+from kimi_jax.layers.mlp import GatedMlp
+from kimi_jax.layers.norm import RmsNorm
+from kimi_jax.layers.param import param
+from kimi_jax.ops.implementation import Implementations
+from kimi_jax.ops.linear import api as linear_op
+from kimi_jax.ops.moe import api as moe_op
+from kimi_jax.placement.collectives import Parallel
+from kimi_jax.precision import FLOAT32, ExpertForm, Precision
+
+BYTE, CODE = np.dtype(np.uint8), np.dtype(np.int8)
+GROUP = 32
+"""Values that share one MXFP4 scale."""
+
+
+class ExpertMatrix(nnx.Module):
+    """One matrix of every expert, stacked: E2M1 codes and the scale bytes of their groups.
+
+    Codes are the checkpoint's, two a byte with the low nibble first, or one int8 a value (see ``Precision.experts``).
+    """
+
+    def __init__(self, experts: int, out: int, inner: int, axes: tuple[str, str], form: ExpertForm) -> None:
+        logical = (experts, out, inner)
+        if form == "packed":
+            self.weight_packed = param((experts, out, inner // 2), BYTE, ("expert", *axes), logical)
+        else:
+            self.weight_codes = param(logical, CODE, ("expert", *axes))
+        self.weight_scale = param((experts, out, inner // GROUP), BYTE, ("expert", *axes), logical)
+
+
+class Experts(nnx.Module):
+    """The three matrices of the routed experts: w1 gate, w3 up, w2 down."""
+
+    def __init__(self, moe: MoeConfig, form: ExpertForm) -> None:
+        up = ("expert_ffn", "expert_latent")
+        self.w1 = ExpertMatrix(moe.experts, moe.width, moe.latent, up, form)
+        self.w3 = ExpertMatrix(moe.experts, moe.width, moe.latent, up, form)
+        self.w2 = ExpertMatrix(moe.experts, moe.latent, moe.width, ("expert_latent", "expert_ffn"), form)
+        self.form = form
+
+    def arrays(self) -> moe_op.ExpertWeights | moe_op.ExpertCodes:
+        """What the op reads."""
+        matrices = (self.w1, self.w3, self.w2)
+        if self.form == "packed":
+            return moe_op.ExpertWeights(*(a[...] for m in matrices for a in (m.weight_packed, m.weight_scale)))
+        return moe_op.ExpertCodes(*(a[...] for m in matrices for a in (m.weight_codes, m.weight_scale)))
+
+
+class Router(nnx.Module):
+    """Router weight and the bias that only selects; the bias stays float32."""
+
+    def __init__(self, config: KimiConfig, precision: Precision) -> None:
+        self.weight = param((config.moe.experts, config.hidden), precision.projection, ("router_expert", "embed"))
+        self.e_score_correction_bias = param((config.moe.experts,), FLOAT32, (None,))
+
+
+class LatentMoe(nnx.Module):
+    """One mixture-of-experts sub-layer.
+
+    The routed sum is whole before its norm: it and the shared experts' partial result are reduced in one collective. Where a
+    layout cuts the latent, the up projection's partial joins the shared one instead.
+    """
+
+    def __init__(self, config: KimiConfig, precision: Precision, parallel: Parallel, impls: Implementations) -> None:
+        moe, hidden = config.moe, config.hidden
+        self.gate = Router(config, precision)
+        self.routed_expert_down_proj = Linear(moe.latent, hidden, ("latent", "embed"), precision)
+        self.experts = Experts(moe, precision.experts)
+        self.routed_expert_norm = RmsNorm(moe.latent, config.rms_eps, precision)
+        self.routed_expert_up_proj = Linear(hidden, moe.latent, ("embed", "latent"), precision)
+        self.shared_experts = GatedMlp(hidden, moe.shared_width, config.situ_beta, config.situ_linear_beta, precision)
+        self.sizes, self.betas = moe, (config.situ_beta, config.situ_linear_beta)
+        self.parallel, self.impls = parallel, impls
+
+    def __call__(
+        self, x: Float[Array, "rows tokens embed"], real: Bool[Array, "rows tokens"]
+    ) -> Float[Array, "rows tokens embed"]:
+        """Args: ``real`` is False for padding, which touches no expert."""
+        parallel, moe, impl = self.parallel, self.sizes, self.impls.linear
+        flat = x.reshape(-1, x.shape[-1])
+        readers = [self.gate.weight[...], self.routed_expert_down_proj.weight[...], self.shared_experts.first]
+        logits, latent, inner = linear_op.project_many(flat, readers, [jnp.float32, x.dtype, x.dtype], impl)
+        logits, latent = parallel.all_gather_together([(logits, "router_expert"), (latent, "latent")])
+        bias = self.gate.e_score_correction_bias[...]
+        ids, weights = moe_op.route(
+            logits,
+            bias,
+            moe.top_k,
+            renormalize=moe.renormalize,
+            scale=moe.scale,
+            real=real.reshape(-1),
+            impl=self.impls.moe,
+        )
+        experts = self.experts.arrays()
+        first = parallel.index("expert") * experts[0].shape[0]
+        beta, linear_beta = self.betas
+        routed = moe_op.experts(
+            latent, ids, weights, experts, beta=beta, linear_beta=linear_beta, first_expert=first, impl=self.impls.moe
+        )
+        return self._join(routed, inner).reshape(x.shape)
+
+    def _join(
+        self, routed: Float[Array, "tokens latent"], inner: Float[Array, "tokens ffn"]
+    ) -> Float[Array, "tokens embed"]:
+        """Ends both parts: the routed sum, and the shared experts' products between their two halves."""
+        parallel, impl = self.parallel, self.impls.linear
+        norm, up, down = self.routed_expert_norm, self.routed_expert_up_proj, self.shared_experts.down_proj
+        over, shared_over = (set(parallel.mesh_axes(*names)) for names in (("expert", "expert_ffn"), ("ffn",)))
+        if parallel.size("latent") == 1 and over == shared_over:
+            joined = parallel.psum(linear_op.project_beside(routed, inner, down.weight[...], impl), "ffn")
+            return linear_op.project_and_add(joined, norm.weight[...], norm.eps, up.weight[...], impl)
+        routed, shared = routed.astype(inner.dtype), down(inner, impl=impl)
+        if parallel.size("latent") == 1:
+            routed, shared = parallel.psum_each([(routed, ("expert", "expert_ffn")), (shared, ("ffn",))])
+            return linear_op.project_normed(routed, norm.weight[...], norm.eps, up.weight[...], impl) + shared
+        whole = self.routed_expert_norm(parallel.psum(routed, "expert", "expert_ffn"))
+        partial = self.routed_expert_up_proj(parallel.local_slice(whole, "latent", -1), impl=self.impls.linear)
+        if set(parallel.mesh_axes("latent")) == shared_over:
+            return parallel.psum(partial + shared, "ffn")
+        return parallel.psum(partial, "latent") + parallel.psum(shared, "ffn")

@@ -1,0 +1,130 @@
+"""The whole text model over one call's tokens: embedding, layers, output mix, head. Written in local view.
+
+One forward serves prefill, decode and verification; only the number of tokens differs.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from kimi_jax.cache import Cache
+from kimi_jax.config import KimiConfig
+from kimi_jax.layers.decoder import DecoderLayer, Residuals, Row, Tokens, enter
+from kimi_jax.layers.linear import Linear
+from kimi_jax.layers.norm import RmsNorm
+from kimi_jax.layers.param import array_spec, param
+from kimi_jax.ops.implementation import Implementations
+from kimi_jax.placement.axes import ArraySpec
+from kimi_jax.placement.collectives import Parallel
+from kimi_jax.precision import Precision
+
+
+class Embedding(nnx.Module):
+    """Token vectors, split by vocabulary."""
+
+    def __init__(self, config: KimiConfig, precision: Precision, parallel: Parallel) -> None:
+        self.weight = param((config.vocab, config.hidden), precision.operand, ("vocab", "embed"))
+        self.dtype, self.parallel = precision.activation, parallel
+
+    def __call__(self, ids: Int[Array, "rows tokens"]) -> Float[Array, "rows tokens embed"]:
+        table = self.weight[...]
+        local = ids - self.parallel.index("vocab") * table.shape[0]
+        here = (local >= 0) & (local < table.shape[0])
+        rows = table[jnp.where(here, local, 0)]
+        return self.parallel.psum(jnp.where(here[..., None], rows, 0).astype(self.dtype), "vocab")
+
+
+class Backbone(nnx.Module):
+    """Everything below the head; names mirror the checkpoint's ``model.*``."""
+
+    def __init__(self, config: KimiConfig, precision: Precision, parallel: Parallel, impls: Implementations) -> None:
+        self.embed_tokens = Embedding(config, precision, parallel)
+        self.layers = nnx.List([DecoderLayer(i, config, precision, parallel, impls) for i in range(config.layers)])
+        self.output_attn_res_norm = RmsNorm(config.hidden, config.rms_eps, precision)
+        self.output_attn_res_proj = Row(config.hidden, precision)
+        self.norm = RmsNorm(config.hidden, config.rms_eps, precision)
+
+
+class KimiModel(nnx.Module):
+    """Kimi-K3's text model.
+
+    Args:
+      config: sizes and layer kinds.
+      precision: dtypes of activations and resident arrays.
+      parallel: how named axes are cut; ``Parallel.single()`` on one device.
+      impls: what each op runs.
+    """
+
+    def __init__(self, config: KimiConfig, precision: Precision, parallel: Parallel, impls: Implementations) -> None:
+        self.model = Backbone(config, precision, parallel, impls)
+        self.lm_head = Linear(config.vocab, config.hidden, ("vocab", "embed"), precision)
+        self.impls = impls
+
+    def __call__(
+        self,
+        ids: Int[Array, "rows tokens"],
+        starts: Int[Array, " rows"],
+        new: Int[Array, " rows"],
+        cache: Cache,
+        pages: Int[Array, "rows table"] | None = None,
+    ) -> tuple[Float[Array, "rows tokens embed"], Cache]:
+        """Runs ``new[b]`` tokens of each row from position ``starts[b]``.
+
+        Args:
+          ids: token ids; those at ``new[b]`` and beyond are padding and may be anything.
+          starts: tokens already in the cache, int32.
+          new: real tokens of this call per row; 0 leaves a row's cache as it is.
+          cache: a row of every array per row of the call; with ``pages``, latent layers have a pool instead.
+          pages: for each row the pages of the pools that hold its latent rows, in order.
+
+        Returns:
+          Hidden vectors ready for :meth:`logits` (garbage at padding), and the new cache.
+        """
+        offsets = jnp.arange(ids.shape[1], dtype=jnp.int32)
+        real = offsets < new[:, None]
+        tokens = Tokens(jnp.where(real, starts[:, None] + offsets, -1), new, starts + new, pages)
+        residuals = Residuals((), self.model.embed_tokens(ids))
+        entries = []
+        for layer, entry in zip(self.model.layers, cache, strict=True):
+            residuals, entry = layer(residuals, tokens, entry)
+            entries.append(entry)
+        last = self.model
+        mixing, row = last.output_attn_res_norm, last.output_attn_res_proj
+        x, _ = enter(residuals, mixing, row, last.norm, self.impls.attn_res)
+        return x, tuple(entries)
+
+    def logits(self, hidden: Float[Array, "*rows embed"]) -> Float[Array, "*rows local_vocab"]:
+        """Scores of this rank's slice of the vocabulary, float32."""
+        return self.lm_head(hidden, jnp.float32, self.impls.linear)
+
+
+REFERENCE = Implementations()
+
+Graph = nnx.GraphDef[KimiModel]
+Params = Mapping[str, Any]
+"""Flat parameters by dotted module path, the checkpoint's names after its prefix (experts stacked)."""
+
+
+def abstract(
+    config: KimiConfig, precision: Precision, parallel: Parallel, impls: Implementations = REFERENCE
+) -> tuple[Graph, dict[str, ArraySpec]]:
+    """The model as a graph plus a description of every parameter; nothing is allocated.
+
+    Shapes are whole, before any layout cuts or pads them; they do not depend on ``impls``.
+    """
+    graph, state = nnx.split(KimiModel(config, precision, parallel, impls))
+    return graph, {dotted(path): array_spec(variable) for path, variable in nnx.to_flat_state(state)}
+
+
+def bind(graph: Graph, params: Params) -> KimiModel:
+    """The model over given arrays (whole ones, or one device's shards inside ``shard_map``)."""
+    flat = [(tuple(int(p) if p.isdigit() else p for p in name.split(".")), nnx.Param(a)) for name, a in params.items()]
+    return nnx.merge(graph, nnx.from_flat_state(flat))
+
+
+def dotted(path: tuple[Any, ...]) -> str:
+    """A module path as one name."""
+    return ".".join(map(str, path))
