@@ -1,0 +1,1 @@
+"""Checkpoints: safetensors folders read and written, and what becomes of their tensors."""
