@@ -1,0 +1,1 @@
+"""Between chat messages and token ids: tokenizer, renderer, parsers. No arrays and no JAX in here."""
