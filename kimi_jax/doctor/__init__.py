@@ -1,0 +1,1 @@
+"""Is this machine ready: facts gathered once, then pure checks over them."""

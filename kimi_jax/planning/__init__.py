@@ -1,0 +1,1 @@
+"""The model's trees and steps, handed to placement."""
