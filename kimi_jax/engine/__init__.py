@@ -1,0 +1,1 @@
+"""Runs requests on the compiled steps; knows token ids only, never text."""

@@ -1,0 +1,258 @@
+"""What a caller asks of the engine, checked before anything reaches a device."""
+
+import reprlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from numbers import Integral, Real
+from types import MappingProxyType
+from typing import Any, Literal, Protocol
+
+import numpy as np
+
+from kimi_jax.problems import ProblemsError
+
+FinishReason = Literal["stop", "length", "error"]
+
+MAX_STOPS = 16
+"""Stop ids of one request; a fixed width keeps one compiled program for all requests."""
+
+MAX_BIAS = 300
+"""Biased ids of one request, for the same reason."""
+
+MAX_TOP = 20
+"""Alternatives reported with a drawn id."""
+
+LARGEST_BIAS = 100.0
+
+
+class RequestError(ProblemsError):
+    """A request that cannot be served as asked."""
+
+
+class Grammar(Protocol):
+    """What an answer may be: one object for one request, told every drawn id in order.
+
+    It does not raise: one that cannot go on is finished. An id that ends its request as one of the ``stops`` is not told.
+    """
+
+    @property
+    def finished(self) -> bool:
+        """Whether the answer is complete; the request then ends with ``stop``."""
+        ...
+
+    def mask(self) -> np.ndarray[Any, Any]:
+        """The ids that may come next, uint32 [ceil(vocab / 32)]: bit ``i % 32`` of word ``i // 32`` is id ``i``."""
+        ...
+
+    def accept(self, token: int) -> None:
+        """Takes one id that its mask allowed."""
+        ...
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt and how to continue it.
+
+    Scores are changed in this order: grammar, bias, repetition, frequency, presence, temperature; then min-p, top-k and top-p cut.
+
+    Attributes:
+      ids: prompt token ids.
+      max_tokens: ids to draw at most.
+      temperature: 0 is greedy.
+      top_p: keep the likeliest ids whose probability reaches this, in (0, 1].
+      top_k: keep this many likeliest ids; 0 keeps all.
+      seed: of the draws; equal seeds and prompts give equal text.
+      stops: ids that end the generation.
+      min_p: drop ids less likely than this share of the likeliest; 0 keeps all.
+      presence_penalty: taken once from the score of every id drawn before.
+      frequency_penalty: taken as many times as the id was drawn before.
+      repetition_penalty: divides a positive score, multiplies a negative one, of every id of prompt and answer; 1 changes
+        nothing.
+      bias: id -> added to its score.
+      logprobs: alternatives to report with each drawn id.
+      grammar: what the answer may be; None leaves it free.
+    """
+
+    ids: Sequence[int]
+    max_tokens: int = 256
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int = 0
+    stops: Sequence[int] = ()
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    bias: Mapping[int, float] = field(default_factory=lambda: MappingProxyType({}))
+    logprobs: int = 0
+    grammar: Grammar | None = None
+
+    @property
+    def extras(self) -> tuple[str, ...]:
+        """The fields asked for that only the engine's full programs know."""
+        plain = {name: getattr(self, name) == neutral for name, neutral in _NEUTRAL.items()}
+        return tuple(name for name, is_plain in plain.items() if not is_plain)
+
+
+@dataclass(frozen=True)
+class Event:
+    """One drawn id of one request, or the end of it.
+
+    Attributes:
+      request: which one: its place among the requests given to a runner, its number in an engine.
+      token: the id, None where only the end is reported.
+      logprob: natural log of its probability at temperature 1.
+      finish: set with a request's last event; ``stop`` reports the stop id as ``token`` too.
+      top: the likeliest ids and their logprobs, likeliest first, as many as asked for.
+    """
+
+    request: int
+    token: int | None
+    logprob: float
+    finish: FinishReason | None = None
+    top: tuple[tuple[int, float], ...] = ()
+
+
+def check(request: Request, vocab: int, capacity: int) -> None:
+    """Refuses what the device would clamp, wrap or run out of.
+
+    Args:
+      vocab: ids must be below it.
+      capacity: tokens a sequence can hold.
+
+    Raises:
+      RequestError: lists every problem with its limit.
+    """
+    ids, stops = _array(request.ids), _array(request.stops)
+    problems = [*_wrong("the prompt", ids, vocab), *_wrong("stops", stops, vocab)]
+    if ids.size == 0:
+        problems.append("the prompt is empty; give at least one token")
+    if ids.size >= capacity:
+        problems.append(
+            f"the prompt has {ids.size:,} tokens and a sequence holds {capacity:,} with its answer; "
+            f"shorten it to {capacity - 1:,} or load with max_seq_len={ids.size + 1} or more"
+        )
+    if stops.size > MAX_STOPS:
+        problems.append(f"{stops.size} stop ids; at most {MAX_STOPS} are kept on the device")
+    problems += number_problems(**{name: getattr(request, name) for name, *_ in _LIMITS})
+    problems += _bias_problems(request.bias, vocab)
+    if problems:
+        raise RequestError("This request cannot be run", problems)
+
+
+def refuse_extras(request: Request) -> None:
+    """Refuses what only an engine's full programs do.
+
+    Raises:
+      RequestError: names every such field.
+    """
+    if request.extras:
+        raise RequestError(
+            "This request cannot be run",
+            [f"{name} is not known to a batch that is run to its end" for name in request.extras],
+            "Serve it (kimi-jax serve), or leave out " + ", ".join(request.extras) + ".",
+        )
+
+
+def number_problems(**numbers: Any) -> list[str]:
+    """What is wrong with numbers of a request, by field; nothing else of the request is needed."""
+    problems = []
+    for name, kind, low, high in _LIMITS:
+        if name not in numbers:
+            continue
+        value = numbers[name]
+        if not _is(value, kind, low, high):
+            what = "an integer" if kind is Integral else "a number"
+            problems.append(f"{name} = {_shown(value)}; it must be {what} from {low} to {high}")
+    return problems
+
+
+def check_ids(given: Sequence[int], vocab: int, capacity: int) -> None:
+    """Refuses ids that cannot be scored: as :func:`check` does, but they may fill all of ``capacity``.
+
+    Raises:
+      RequestError: lists every problem with its limit.
+    """
+    ids = _array(given)
+    problems = _wrong("the prompt", ids, vocab)
+    if ids.size == 0:
+        problems.append("the prompt is empty; give at least one token")
+    if ids.size > capacity:
+        problems.append(
+            f"the prompt has {ids.size:,} tokens and a sequence holds {capacity:,}; load with max_seq_len={ids.size} or more"
+        )
+    if problems:
+        raise RequestError("These ids cannot be scored", problems)
+
+
+_LIMITS = (
+    ("max_tokens", Integral, 1, 1 << 30),
+    ("temperature", Real, 0.0, 100.0),
+    ("top_p", Real, 1e-6, 1.0),
+    ("top_k", Integral, 0, 1 << 30),
+    ("seed", Integral, 0, (1 << 32) - 1),
+    ("min_p", Real, 0.0, 1.0),
+    ("presence_penalty", Real, -2.0, 2.0),
+    ("frequency_penalty", Real, -2.0, 2.0),
+    ("repetition_penalty", Real, 0.01, 100.0),
+    ("logprobs", Integral, 0, MAX_TOP),
+)
+"""Field of a request, what it must be, and its least and largest value."""
+
+_NEUTRAL: Mapping[str, Any] = MappingProxyType(
+    {
+        "min_p": 0.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "repetition_penalty": 1.0,
+        "bias": {},
+        "logprobs": 0,
+        "grammar": None,
+    }
+)
+
+
+_short = reprlib.Repr()
+_short.maxlong = 40
+
+
+def _shown(value: object) -> str:
+    try:
+        return _short.repr(value)
+    except ValueError:  # Python refuses to write an integer of thousands of digits
+        return f"a {type(value).__name__} of thousands of digits"
+
+
+def _array(ids: Sequence[int]) -> np.ndarray[Any, Any]:
+    try:
+        return np.asarray(ids)
+    except ValueError:  # lists of unequal lengths
+        return np.empty((1, 1))
+
+
+def _wrong(what: str, ids: np.ndarray[Any, Any], vocab: int) -> list[str]:
+    if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
+        return [f"{what} must be a flat list of integer token ids"]
+    bad = ids[(ids < 0) | (ids >= vocab)]
+    return [f"{what} holds {bad.size} ids such as {bad[0]} outside the vocabulary 0..{vocab - 1}"] if bad.size else []
+
+
+def _bias_problems(bias: Mapping[int, float], vocab: int) -> list[str]:
+    if not isinstance(bias, Mapping):
+        return [f"bias = {_shown(bias)}; it must map token ids to numbers"]
+    problems = [f"{len(bias)} biased ids; at most {MAX_BIAS} are kept on the device"] if len(bias) > MAX_BIAS else []
+    wrong = [number for number in bias if not _is(number, Integral, 0, vocab - 1)]
+    if wrong:
+        problems.append(f"bias names {len(wrong)} ids such as {_shown(wrong[0])} outside the vocabulary 0..{vocab - 1}")
+    far = [value for value in bias.values() if not _is(value, Real, -LARGEST_BIAS, LARGEST_BIAS)]
+    if far:
+        problems.append(
+            f"bias holds {len(far)} values such as {_shown(far[0])}; "
+            f"each must be a number from {-LARGEST_BIAS} to {LARGEST_BIAS}"
+        )
+    return problems
+
+
+def _is(value: Any, kind: type, low: float, high: float) -> bool:
+    return not isinstance(value, bool) and isinstance(value, kind) and low <= value <= high  # pyright: ignore[reportOperatorIssue]
