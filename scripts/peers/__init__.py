@@ -1,0 +1,1 @@
+"""Programs that are measured beside ours; see bench.py."""
