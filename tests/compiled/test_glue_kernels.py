@@ -1,0 +1,86 @@
+"""The kernels between the attention and the expert kernels, built for the MI355X at K3's sizes on one of eight devices."""
+
+from functools import partial
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+
+from kimi_jax.ops.attn_res import pallas as attn_res
+from kimi_jax.ops.linear import pallas as linear
+from kimi_jax.ops.linear.weights import Gated
+from kimi_jax.ops.sample import pallas as sampling
+
+BFLOAT16, FLOAT32 = jnp.bfloat16, jnp.float32
+
+# every `(kernel,) = build(...)` is red when something beside the kernel is launched, such as a concatenation of weights
+
+
+def project(x: Any, *weights: Any) -> Any:
+    return linear.project([x], weights, dtypes=(BFLOAT16,) * len(weights), interpret=False)
+
+
+def feed_forward_inputs(x: Any, router: Any, latent: Any, gate: Any, up: Any) -> Any:
+    readers, dtypes = [router, latent, Gated(gate, up, 4.0, 25.0)], (FLOAT32, BFLOAT16, BFLOAT16)
+    return linear.project([x], readers, dtypes=dtypes, interpret=False)
+
+
+def beside(x: Any, left: Any, weight: Any) -> Any:
+    return linear.project([x], [weight], left, dtypes=(BFLOAT16,), interpret=False)
+
+
+def normed(x: Any, scale: Any, weight: Any) -> Any:
+    return linear.project([x, scale], [weight], dtypes=(BFLOAT16,), eps=1e-5, interpret=False)
+
+
+@pytest.mark.parametrize("rows", [1, 8, 64])
+@pytest.mark.parametrize(
+    ("function", "inner", "widths"),
+    [
+        pytest.param(project, 7168, (1536, 1536, 1536, 1536, 12, 128), id="kda"),
+        pytest.param(project, 7168, (1536, 576, 1536), id="mla"),
+        pytest.param(feed_forward_inputs, 7168, (896, 3584, 768, 768), id="feed forward"),
+        pytest.param(project, 1536, (7168,), id="output"),
+        pytest.param(project, 12288, (7168,), id="output on one device"),
+    ],
+)
+def test_projections(build, rows, function, inner, widths):
+    (kernel,) = build(function, ((rows, inner), BFLOAT16), *(((width, inner), BFLOAT16) for width in widths))
+    assert (
+        kernel.spills == 0 and kernel.scratch == 0
+    )  # red with eight channels and all passes written out, or wider tiles
+    assert kernel.vgprs <= 280  # one program of four warps fits on a compute unit at least; two by row
+
+
+@pytest.mark.parametrize("rows", [1, 8, 64])
+def test_a_product_beside_the_routed_sum(build, rows):
+    left = ((rows, 3584), FLOAT32)
+    (kernel,) = build(beside, ((rows, 768), BFLOAT16), left, ((7168, 768), BFLOAT16))
+    assert kernel.spills == 0 and kernel.scratch == 0
+
+
+@pytest.mark.parametrize("rows", [1, 8, 64])
+@pytest.mark.parametrize(("columns", "inner", "width"), [(3584 + 7168, 3584, 7168), (1536, 1536, 2304)])
+def test_projections_of_a_norm(build, rows, columns, inner, width):
+    shapes = (rows, columns), (1, inner), (width, inner)
+    (kernel,) = build(normed, *((shape, BFLOAT16) for shape in shapes))
+    assert kernel.spills == 0 and kernel.scratch == 0
+
+
+@pytest.mark.parametrize("blocks", [1, 8])
+def test_mix_of_the_sources(build, blocks):
+    def site(weight: Any, row: Any, scale: Any, prefix: Any, update: Any, *blocks: Any) -> Any:
+        return attn_res.mix_norm(blocks, prefix, update, weight, row, scale, eps=1e-5, norm_eps=1e-5, interpret=False)
+
+    rows = [((64, 7168), BFLOAT16)] * (blocks + 2)
+    (kernel,) = build(site, *[((7168,), BFLOAT16)] * 3, *rows)
+    assert kernel.spills == 0 and kernel.scratch == 0
+    assert kernel.vgprs <= 256  # eight warps do not fit otherwise; sixteen are red (they spill on jax 0.12)
+
+
+@pytest.mark.parametrize("width", [20480, 163840])
+def test_the_greedy_draw(build, width):
+    (look,) = build(partial(sampling.look, interpret=False), ((8, width), FLOAT32), ((width,), jnp.bool_))
+    (merge,) = build(partial(sampling.merge, width=width, interpret=False), ((8, 8, 4), jnp.int32))
+    assert look.spills == merge.spills == 0
+    assert look.vgprs <= 128

@@ -1,0 +1,15 @@
+"""Any arrivals, mix, chunking, prefix hits, preemptions and cancels: every request draws what it draws alone."""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.engine import life as lives
+from tests.engine.life import Life
+
+
+@settings(max_examples=200)
+@given(st.data(), st.integers(1, 2), st.integers(1, 6), lives.steps())
+def test_every_request_draws_what_it_draws_alone(data, groups, block, steps):
+    life = Life(data.draw(lives.limits(groups)), groups, block)
+    lives.live(life, steps)
+    life.check()

@@ -1,0 +1,34 @@
+"""How much of each argument a decode step touches: together exactly the bytes of the roofline."""
+
+import pytest
+
+import kimi_jax
+from kimi_jax.cache import KdaCache
+from kimi_jax.placement.axes import ArraySpec
+from kimi_jax.planning.expected_bytes import expected_bytes
+
+LIMIT = 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("layout", "batch", "context"), [("tp8", 1, LIMIT), ("tp8-lean", 8, LIMIT // 8), ("ep8", 3, 999)]
+)
+def test_what_is_touched_is_what_the_roofline_counts(layout, batch, context):
+    # Red when the share of the experts, the row that is written or the end of the context is not the roofline's.
+    plan = kimi_jax.plan("k3", layout, "mi355x", context, batch=batch)
+    ask, expected = plan.ask, expected_bytes(plan)
+
+    def read(name: str, spec: ArraySpec) -> float:
+        return ask.placed.local_bytes(spec) * expected.touch(name).read
+
+    bytes_ = sum(read(f"params['{name}']", spec) for name, spec in ask.weights.items() if "embed_tokens" not in name)
+    for layer, entry in enumerate(ask.cache):
+        if isinstance(entry, KdaCache):
+            names = (f"cache[{layer}].{field}" for field in KdaCache._fields)
+            bytes_ += sum(2 * read(name, spec) for name, spec in zip(names, entry, strict=True))
+            assert expected.touch(f"cache[{layer}].state").updated is None
+        else:
+            name = f"cache[{layer}].latent"
+            bytes_ += read(name, entry.latent) + (expected.touch(name).updated or 0)
+    embedding = batch * ask.config.hidden * 2 / 8
+    assert bytes_ + embedding == pytest.approx(expected.bytes, rel=1e-9)
