@@ -7,7 +7,7 @@ code object V3 metadata).
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,9 +42,29 @@ class Kernel:
     shared: int
 
 
-def read_kernels(folder: Path) -> list[Kernel]:
-    """Every kernel of every ``*.hsaco`` file of a folder, by file name."""
-    return [kernel for path in sorted(folder.glob("*.hsaco")) for kernel in kernels_of(path.read_bytes())]
+def read_kernels(paths: Iterable[Path]) -> list[Kernel]:
+    """Every kernel of these files, by file name."""
+    return [kernel for path in sorted(paths) for kernel in kernels_of(path.read_bytes())]
+
+
+def of_program(built: Sequence[Kernel], earlier: Sequence[Kernel], started: Collection[str]) -> tuple[Kernel, ...]:
+    """The kernels of one program, where the compiler builds none twice in a process.
+
+    Args:
+      built: built while the program was compiled.
+      earlier: built before in this process; they may be of other programs and have the same names.
+      started: names of the kernels that the program starts.
+
+    Returns:
+      ``built``, and for every other started name the earlier kernel of that name: of several the one that spills most, then
+      the one with most registers, since no name says which it is.
+    """
+    known = {kernel.name for kernel in built}
+    worst: dict[str, Kernel] = {}
+    for kernel in sorted(earlier, key=lambda kernel: (kernel.spills, kernel.vgprs)):
+        if kernel.name in started and kernel.name not in known:
+            worst[kernel.name] = kernel
+    return (*built, *worst.values())
 
 
 def kernels_of(code: bytes) -> Iterator[Kernel]:

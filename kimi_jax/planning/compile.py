@@ -20,7 +20,7 @@ from kimi_jax.ops.implementation import Impl, Implementations
 from kimi_jax.placement.aot import PLATFORM, compile_only_devices
 from kimi_jax.placement.audit import Audit, audit
 from kimi_jax.placement.budget import load_budget, over_budget
-from kimi_jax.placement.codeobjects import Kernel, read_kernels
+from kimi_jax.placement.codeobjects import Kernel, of_program, read_kernels
 from kimi_jax.placement.compiler import compiler_options
 from kimi_jax.placement.device import Device
 from kimi_jax.placement.hlo import parse
@@ -53,7 +53,7 @@ class Compiled:
       tokens: new tokens of each row in a step.
       impls: what each op runs.
       audit: what the compiler's output says.
-      kernels: of a GPU target, those that this process built for earlier programs included: none is built twice.
+      kernels: of a GPU target; one that this process built for an earlier program is found by its name (``of_program``).
       dropped: parameters that the step never reads, which JAX therefore does not pass: name -> bytes on one device.
       seconds: how long it took.
       peak_bytes: most memory that this process has held.
@@ -156,6 +156,7 @@ def compile_step(
     steps = Steps(ask.config, ask.placed, make_mesh(ask.placed, devices), ask.precision, ask.length, impls=impls)
     chunk = ask.chunk if phase == "prefill" else 1
     with tempfile.TemporaryDirectory(prefix="kimi-jax-compile-") as folder:
+        earlier = _kernel_files()
         began = time.perf_counter()
         lowered = trace_step(steps, phase, ask.rows, chunk, random).lower()
         lowered_at = time.perf_counter()
@@ -167,7 +168,8 @@ def compile_step(
     loops = phase == "decode"
     expected = expected_bytes(planned) if loops else None
     found = audit(program, compiled.memory_analysis(), part_of_step, thunks, expected, loops_over_steps=loops)
-    kernels = tuple(read_kernels(_kernel_folder())) if compiles_only else ()
+    started = {kernel.name for kernel in found.launches.kernels} if found.launches else set()
+    kernels = of_program(read_kernels(_kernel_files() - earlier), read_kernels(earlier), started)
     dropped = never_passed(steps, found.arguments)
     seconds = Seconds(lowered_at - began, done - lowered_at)
     over = None if allowed is None else tuple(over_budget(found, kernels, allowed))
@@ -180,6 +182,10 @@ def _kernel_folder() -> Path:
     folder = tempfile.mkdtemp(prefix="kimi-jax-kernels-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return Path(folder)
+
+
+def _kernel_files() -> set[Path]:
+    return set(_kernel_folder().glob("*.hsaco"))
 
 
 @contextmanager

@@ -66,7 +66,7 @@ def core(rows: int, tokens: int, latent: Any, operand: Any = BFLOAT16, page: int
     )
     spec = PartitionSpec()
     mapped = jax.shard_map(run, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
-    before = set(read_kernels(compiling._kernel_folder()))
+    before = set(read_kernels(compiling._kernel_files()))
     with tempfile.TemporaryDirectory() as folder, compiling._kernels_kept():
         program = jax.jit(mapped, donate_argnums=0).lower(*given).compile(compiler_options=compiling._options(folder))
         # no pass changes the sequence of so small a program, so only the first is written
@@ -80,7 +80,7 @@ def core(rows: int, tokens: int, latent: Any, operand: Any = BFLOAT16, page: int
         max(int(size) for size in re.findall(r"shared_memory: (\d+) bytes", thunks)),
         memory.temp_size_in_bytes,
         memory.alias_size_in_bytes,
-        set(read_kernels(compiling._kernel_folder())) - before,
+        set(read_kernels(compiling._kernel_files())) - before,
     )
 
 

@@ -1,11 +1,12 @@
 """Registers and spills read out of a code object made by hand."""
 
 import struct
+from dataclasses import replace
 
 import msgpack
 import pytest
 
-from kimi_jax.placement.codeobjects import Kernel, kernels_of, read_kernels
+from kimi_jax.placement.codeobjects import Kernel, kernels_of, of_program, read_kernels
 
 METADATA = {
     "amdhsa.target": "amdgcn-amd-amdhsa--gfx950",
@@ -48,11 +49,19 @@ def test_every_kernel_of_a_code_object():
     assert list(kernels_of(code_object())) == FOUND
 
 
-def test_a_folder_of_them(tmp_path):
-    # Red when other files of the dump are read.
-    (tmp_path / "b.hsaco").write_bytes(code_object())
-    (tmp_path / "a.ll").write_text("not one")
-    assert read_kernels(tmp_path) == FOUND
+def test_those_of_several_files(tmp_path):
+    # Red when their order depends on a set's.
+    for name in ("b.hsaco", "a.hsaco"):
+        (tmp_path / name).write_bytes(code_object())
+    assert read_kernels(set(tmp_path.iterdir())) == [*FOUND, *FOUND]
+
+
+def test_a_program_has_what_was_built_for_it_and_what_it_starts_of_earlier_ones():
+    # Red when another program's kernel of the same name hides this one's, or one that is never started counts.
+    step, mix = FOUND
+    here, better = replace(step, spills=0), replace(mix, vgprs=8)
+    assert of_program([here], [step, mix], {"step"}) == (here,)
+    assert of_program([here], [mix, better, step], {"step", "mix"}) == (here, mix)
 
 
 def test_something_else_is_refused():
