@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kimi_jax import cache as cache_lib
 from kimi_jax.cache import Cache
 from kimi_jax.config import KimiConfig
+from kimi_jax.layers.image_rows import ImageRows
 from kimi_jax.model import Graph, Params, abstract, bind
 from kimi_jax.ops.implementation import Implementations
 from kimi_jax.ops.sample.api import Alternatives, Sampling, sample
@@ -172,6 +173,11 @@ class Steps:
         """The partition spec of an array with these named axes."""
         return self.layout.spec(ArraySpec((1,) * len(axes), FLOAT32, axes))
 
+    @property
+    def images_spec(self) -> ImageRows:
+        """Partition specs of the image rows of a call: cut like its rows, whole vectors."""
+        return ImageRows(self.spec("batch", None, None), self.spec("batch", None))
+
     @cached_property
     def _specs(self) -> Mapping[str, Any]:
         """Partition specs of everything that crosses the boundary of a step."""
@@ -185,6 +191,7 @@ class Steps:
             "sampling": Sampling(row, row, row, row),
             "limits": Limits(self.spec("vocab"), self.spec("batch", None)),
             "scores": self.spec("batch", None, "vocab"),
+            "images": self.images_spec,
         }
 
     @cached_property
@@ -196,25 +203,41 @@ class Steps:
     @cached_property
     def score(self) -> Callable[..., tuple[Array, Cache]]:
         """``score(params, cache, ids, starts, new)`` -> float32 logits [rows, tokens, vocab], cache. Donates the cache."""
+        return self._build_score()
+
+    @cached_property
+    def score_images(self) -> Callable[..., tuple[Array, Cache]]:
+        """``score`` with a last argument: ImageRows in the activation dtype."""
+        return self._build_score(self._specs["images"])
+
+    def _build_score(self, *images: ImageRows) -> Callable[..., tuple[Array, Cache]]:
         specs, graph = self._specs, self.graph
 
-        def body(params: Params, cache: Cache, ids: Any, starts: Any, new: Any) -> tuple[Any, Cache]:
+        def body(params: Params, cache: Cache, ids: Any, starts: Any, new: Any, *images: Any) -> tuple[Any, Cache]:
             model = bind(graph, params)
-            hidden, cache = model(ids, starts, new, cache)
+            hidden, cache = model(ids, starts, new, cache, None, *images)
             return model.logits(hidden), cache
 
-        inputs = (specs["params"], specs["cache"], specs["grid"], specs["row"], specs["row"])
+        inputs = (specs["params"], specs["cache"], specs["grid"], specs["row"], specs["row"], *images)
         return self._map(body, inputs, (specs["scores"], specs["cache"]), donate=(1,))
 
     @cached_property
     def extend(self) -> Callable[..., Cache]:
         """``extend(params, cache, ids, starts, new)`` -> cache with these tokens in, nothing drawn. Donates the cache."""
+        return self._build_extend()
+
+    @cached_property
+    def extend_images(self) -> Callable[..., Cache]:
+        """``extend`` with a last argument: ImageRows in the activation dtype."""
+        return self._build_extend(self._specs["images"])
+
+    def _build_extend(self, *images: ImageRows) -> Callable[..., Cache]:
         specs, graph = self._specs, self.graph
 
-        def body(params: Params, cache: Cache, ids: Any, starts: Any, new: Any) -> Cache:
-            return bind(graph, params)(ids, starts, new, cache)[1]
+        def body(params: Params, cache: Cache, ids: Any, starts: Any, new: Any, *images: Any) -> Cache:
+            return bind(graph, params)(ids, starts, new, cache, None, *images)[1]
 
-        inputs = (specs["params"], specs["cache"], specs["grid"], specs["row"], specs["row"])
+        inputs = (specs["params"], specs["cache"], specs["grid"], specs["row"], specs["row"], *images)
         return self._map(body, inputs, specs["cache"], donate=(1,))
 
     def prefill(self, *, random: bool) -> Callable[..., tuple[Cache, Rows, Drawn]]:
@@ -224,6 +247,10 @@ class Steps:
         """
         return self._prefill_random if random else self._prefill_greedy
 
+    def prefill_images(self, *, random: bool) -> Callable[..., tuple[Cache, Rows, Drawn]]:
+        """``prefill`` with a last argument: ImageRows in the activation dtype."""
+        return self._prefill_images_random if random else self._prefill_images_greedy
+
     @cached_property
     def _prefill_greedy(self) -> Callable[..., Any]:
         return self._build_prefill(random=False)
@@ -232,15 +259,30 @@ class Steps:
     def _prefill_random(self) -> Callable[..., Any]:
         return self._build_prefill(random=True)
 
-    def _build_prefill(self, *, random: bool) -> Callable[..., Any]:
+    @cached_property
+    def _prefill_images_greedy(self) -> Callable[..., Any]:
+        return self._build_prefill(self._specs["images"], random=False)
+
+    @cached_property
+    def _prefill_images_random(self) -> Callable[..., Any]:
+        return self._build_prefill(self._specs["images"], random=True)
+
+    def _build_prefill(self, *images: ImageRows, random: bool) -> Callable[..., Any]:
         specs, graph, capacity = self._specs, self.graph, self.capacity
         draw = partial(sample, parallel=self.parallel, random=random, impl=self.implementations.sample)
 
         def body(
-            params: Params, cache: Cache, ids: Any, new: Any, rows: Rows, sampling: Sampling, limits: Limits
+            params: Params,
+            cache: Cache,
+            ids: Any,
+            new: Any,
+            rows: Rows,
+            sampling: Sampling,
+            limits: Limits,
+            *images: Any,
         ) -> tuple[Cache, Rows, Drawn]:
             model = bind(graph, params)
-            hidden, cache = model(ids, rows.position, new, cache)
+            hidden, cache = model(ids, rows.position, new, cache, None, *images)
             last = jnp.take_along_axis(hidden, jnp.maximum(new - 1, 0)[:, None, None], axis=1)[:, 0]
             position = rows.position + new
             choice = draw(model.logits(last), limits.allowed, sampling, position)
@@ -256,6 +298,7 @@ class Steps:
             specs["rows"],
             specs["sampling"],
             specs["limits"],
+            *images,
         )
         outputs = (specs["cache"], specs["rows"], Drawn(specs["grid"], specs["grid"]))
         return self._map(body, inputs, outputs, donate=(1,))

@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int
 from kimi_jax.cache import Cache
 from kimi_jax.config import KimiConfig
 from kimi_jax.layers.decoder import DecoderLayer, Residuals, Row, Tokens, enter
+from kimi_jax.layers.image_rows import ImageRows, merge
 from kimi_jax.layers.linear import Linear
 from kimi_jax.layers.norm import RmsNorm
 from kimi_jax.layers.param import array_spec, param
@@ -70,6 +71,7 @@ class KimiModel(nnx.Module):
         new: Int[Array, " rows"],
         cache: Cache,
         pages: Int[Array, "rows table"] | None = None,
+        images: ImageRows | None = None,
     ) -> tuple[Float[Array, "rows tokens embed"], Cache]:
         """Runs ``new[b]`` tokens of each row from position ``starts[b]``.
 
@@ -79,6 +81,7 @@ class KimiModel(nnx.Module):
           new: real tokens of this call per row; 0 leaves a row's cache as it is.
           cache: a row of every array per row of the call; with ``pages``, latent layers have a pool instead.
           pages: for each row the pages of the pools that hold its latent rows, in order.
+          images: rows of pictures that take the place of their placeholders' embeddings; None for text alone.
 
         Returns:
           Hidden vectors ready for :meth:`logits` (garbage at padding), and the new cache.
@@ -86,7 +89,10 @@ class KimiModel(nnx.Module):
         offsets = jnp.arange(ids.shape[1], dtype=jnp.int32)
         real = offsets < new[:, None]
         tokens = Tokens(jnp.where(real, starts[:, None] + offsets, -1), new, starts + new, pages)
-        residuals = Residuals((), self.model.embed_tokens(ids))
+        embedded = self.model.embed_tokens(ids)
+        if images is not None:
+            embedded = merge(embedded, images.rows, images.here)
+        residuals = Residuals((), embedded)
         entries = []
         for layer, entry in zip(self.model.layers, cache, strict=True):
             residuals, entry = layer(residuals, tokens, entry)

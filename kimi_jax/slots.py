@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Int
 
 from kimi_jax import cache as cache_lib
 from kimi_jax.cache import Cache, KdaCache, SlotCache
+from kimi_jax.layers.image_rows import ImageRows
 from kimi_jax.loop import BROKEN, RUNNING, Drawn, Limits, Rows, Steps, book, is_spec, run_block
 from kimi_jax.model import Params, bind
 from kimi_jax.ops.mla.launch import TILE, check_cache
@@ -166,15 +167,34 @@ class SlotSteps:
         an id was drawn, BROKEN where the logits after their tokens are not finite: then their state must not be kept. Rows of
         idle entries mean nothing. Donates the cache.
         """
+        return self._build_prefill()
+
+    @cached_property
+    def prefill_images(self) -> Callable[..., tuple[SlotCache, Rows, Drawn]]:
+        """``prefill`` with one more argument after ``call``: ImageRows [n, tokens, embed] in the activation dtype.
+
+        A program of its own: calls without pictures need not carry any.
+        """
+        program = self._build_prefill(self.steps.images_spec)
+        # last in the program, so that the one without pictures is the same as ever
+        return lambda params, cache, call, images, *rest: program(params, cache, call, *rest, images)
+
+    def _build_prefill(self, *images: ImageRows) -> Callable[..., Any]:
         specs, graph = self._specs, self.steps.graph
 
         def body(
-            params: Params, held: SlotCache, call: PrefillCall, sampling: Sampling, extras: Extras, limits: Limits
+            params: Params,
+            held: SlotCache,
+            call: PrefillCall,
+            sampling: Sampling,
+            extras: Extras,
+            limits: Limits,
+            *images: Any,
         ) -> tuple[SlotCache, Rows, Drawn]:
             model, real = bind(graph, params), call.slots >= 0
             start, new = jnp.where(real, call.start, 0), jnp.where(real, call.new, 0)
             part = _each_kda(lambda states: cache_lib.read_states(states, call.slots), held.layers)
-            hidden, part = model(call.ids, start, new, part, call.tables)
+            hidden, part = model(call.ids, start, new, part, call.tables, *images)
             layers = _each_kda(lambda states, some: cache_lib.write_states(states, call.slots, some), held.layers, part)
             last = jnp.take_along_axis(hidden, jnp.maximum(new - 1, 0)[:, None, None], axis=1)[:, 0]
             seen = Seen(*(array[jnp.maximum(call.slots, 0)] for array in held.seen))
@@ -188,7 +208,7 @@ class SlotSteps:
             drawn = Drawn(jnp.where(emitted, choice.ids, -1), choice.logprobs, top)
             return held, rows, jax.tree.map(lambda array: array[:, None], drawn)
 
-        given = (specs["call"], specs["sampling"], specs["extras"], specs["limits"])
+        given = (specs["call"], specs["sampling"], specs["extras"], specs["limits"], *images)
         held = specs["cache"]._replace(kept=())
         program = self._build(body, (specs["params"], held), given, (held, specs["rows"], specs["full"]))
         return _keeping(program, "layers", "seen")

@@ -10,7 +10,9 @@ import numpy as np
 from kimi_jax.api import Kimi
 from kimi_jax.cache import KdaCache, SlotCache
 from kimi_jax.engine.request import MAX_STOPS
+from kimi_jax.layers.image_rows import ImageRows
 from kimi_jax.loop import LENGTH, RUNNING, Drawn, Limits, Rows
+from kimi_jax.media.prompt import Chunk, call_rows
 from kimi_jax.ops.sample.api import Sampling
 from kimi_jax.slots import Kind, PrefillCall, SlotSteps
 
@@ -108,7 +110,13 @@ class Pool:
     # what runs on the device
 
     def feed(
-        self, parts: Mapping[int, Sequence[int]], *, last: bool = False, budget: int = 1000, width: int = 16
+        self,
+        parts: Mapping[int, Sequence[int]],
+        *,
+        last: bool = False,
+        budget: int = 1000,
+        width: int = 16,
+        images: Mapping[int, Chunk | None] | None = None,
     ) -> Drawn:
         """Runs the next tokens of some slots in one call; with ``last`` they draw. What came back, by slot."""
         p, calls = self.programs, self.calls // self.programs.groups
@@ -142,9 +150,16 @@ class Pool:
             picked[row] = slot
         of = lambda fields: type(fields)(*(np.asarray(field)[picked] for field in fields))  # noqa: E731
         limits = Limits(self.allowed, self.stops[picked])
-        self.cache, rows, drawn = p.prefill(
-            self.kimi.runner.params, self.cache, call, of(self.sampling), of(self.extras), limits
-        )
+        given = (of(self.sampling), of(self.extras), limits)
+        if images is None:
+            self.cache, rows, drawn = p.prefill(self.kimi.runner.params, self.cache, call, *given)
+        else:
+            chunks = {row_of[slot]: chunk for slot, chunk in images.items()}
+            found = call_rows([chunks.get(row) for row in range(n)], width)
+            assert found is not None
+            self.cache, rows, drawn = p.prefill_images(
+                self.kimi.runner.params, self.cache, call, ImageRows(*found), *given
+            )
         rows, drawn = jax.device_get((rows, drawn))
         for slot, row in row_of.items():
             for field, new in zip(self.rows, rows, strict=True):
