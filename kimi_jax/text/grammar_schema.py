@@ -2,8 +2,9 @@
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from graphlib import CycleError, TopologicalSorter
 from typing import Any
 from urllib.parse import quote, unquote
 
@@ -57,6 +58,7 @@ def check_schema(schema: Any) -> None:
     nesting = _nesting(schema, references)
     if nesting > MAX_NESTING:
         raise SchemaError(f"the schema and its references nest up to {nesting:,} deep; up to {MAX_NESTING:,} work")
+    _check_circles(references)
     meeting = Meeting(schema, references)
     if min(meeting.most, meeting.patterns) > MEETING:
         raise SchemaError(
@@ -105,6 +107,24 @@ def _references(root: Any) -> dict[str, Any]:
         elif isinstance(value, list):
             waiting.extend(value)
     return found
+
+
+def _check_circles(references: Mapping[str, Any]) -> None:
+    """Refuses a reference that says nothing but itself: no value can be written from it."""
+    graph = {name: set(_met(schema)) & references.keys() for name, schema in references.items()}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        raise SchemaError(f"$ref {error.args[1][0][:60]!r} leads back to itself") from None
+
+
+def _met(schema: Any) -> Iterator[str]:
+    """The references that must hold for the very value that a schema is for."""
+    if isinstance(schema, Mapping):
+        if isinstance(reference := schema.get("$ref"), str):
+            yield reference
+        for branch in schema["allOf"] if isinstance(schema.get("allOf"), list) else ():
+            yield from _met(branch)
 
 
 def _nesting(root: Any, references: Mapping[str, Any]) -> int:

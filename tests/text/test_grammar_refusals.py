@@ -46,6 +46,12 @@ class TestRefusals:
             ({"type": "strin"}, "Invalid type: strin"),
             ({"not": {}}, 'Unimplemented keys: ["not"]'),
             ({"$ref": "#/$defs/none"}, "does not exist"),
+            # red when such a form is taken: its answer would fail with status 500
+            ({"$ref": "#"}, "$ref '#' leads back to itself"),
+            (
+                record({"a": {"$ref": "#/$defs/b"}}, **{"$defs": {"b": {"allOf": [{"$ref": "#/$defs/b"}]}}}),
+                "leads back to itself",
+            ),
             ({"$ref": "https://example.org/schema"}, "https://example.org/schema"),
             ({"type": "string", "pattern": "("}, "regex parse error"),
             ({"allOf": [{"type": "string"}, {"type": "null"}]}, "Unsatisfiable"),
