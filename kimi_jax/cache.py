@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kimi_jax.config import IndexerConfig, KimiConfig
 from kimi_jax.ops.implementation import Impl, choose
+from kimi_jax.ops.indexer.keys import IndexCache
 from kimi_jax.ops.mla import write as mla_write
 from kimi_jax.ops.sample.extras import Seen
 from kimi_jax.placement.axes import ArraySpec
@@ -30,18 +31,6 @@ class KdaCache(NamedTuple):
 
     conv: Any
     state: Any
-
-
-class IndexCache(NamedTuple):
-    """Keys of the sparse indexer (K3.1 Pro), one per token.
-
-    ``keys``: [rows, length, head_dim], or two codes a byte [rows, length, head_dim / 2] for mxfp4. ``scales``: nothing
-    for a plain float dtype, one float32 per key [rows, length] for fp8, one byte per 32 channels
-    [rows, length, head_dim / 32] for mxfp4.
-    """
-
-    keys: Any
-    scales: Any = ()
 
 
 class MlaCache(NamedTuple):

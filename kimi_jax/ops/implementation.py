@@ -13,6 +13,7 @@ class Implementations:
     """What each op of a model runs; a field per op folder."""
 
     attn_res: Impl = "reference"
+    indexer: Impl = "reference"
     kda: Impl = "reference"
     linear: Impl = "reference"
     mla: Impl = "reference"
