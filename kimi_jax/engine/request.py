@@ -1,14 +1,17 @@
 """What a caller asks of the engine, checked before anything reaches a device."""
 
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral, Real
 from types import MappingProxyType
 from typing import Any, Literal, Protocol
 
+import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Float
 
+from kimi_jax.precision import BFLOAT16
 from kimi_jax.problems import ProblemsError
 
 FinishReason = Literal["stop", "length", "error"]
@@ -49,6 +52,39 @@ class Grammar(Protocol):
         ...
 
 
+@dataclass(frozen=True, eq=False)
+class ImageSpan:
+    """One image in a prompt.
+
+    Attributes:
+      start: place of its first id in the prompt; as many ids as there are rows stand for it.
+      rows: in the place of the embeddings of those ids, [tokens, embed]; on the host, shared, never written to.
+      key: stands for the content: images of equal keys and lengths are the same to the prefix cache, whatever their rows.
+
+    Raises:
+      RequestError: rows that are no finite numbers in such an array, or a key that is none.
+    """
+
+    start: int
+    rows: Float[np.ndarray, "tokens embed"] = field(repr=False)
+    key: bytes
+
+    def __post_init__(self) -> None:
+        problems = list(_span_problems(self))
+        if problems:
+            raise RequestError("This image cannot be run", problems)
+
+    @property
+    def tokens(self) -> int:
+        """Places that it takes."""
+        return self.rows.shape[0]
+
+    @property
+    def end(self) -> int:
+        """One behind its last id."""
+        return self.start + self.tokens
+
+
 @dataclass(frozen=True)
 class Request:
     """One prompt and how to continue it.
@@ -71,6 +107,7 @@ class Request:
       bias: id -> added to its score.
       logprobs: alternatives to report with each drawn id.
       grammar: what the answer may be; None leaves it free.
+      images: rows that take the place of embeddings, in the order of the prompt.
     """
 
     ids: Sequence[int]
@@ -87,6 +124,7 @@ class Request:
     bias: Mapping[int, float] = field(default_factory=lambda: MappingProxyType({}))
     logprobs: int = 0
     grammar: Grammar | None = None
+    images: Sequence[ImageSpan] = ()
 
     @property
     def extras(self) -> tuple[str, ...]:
@@ -114,12 +152,13 @@ class Event:
     top: tuple[tuple[int, float], ...] = ()
 
 
-def check(request: Request, vocab: int, capacity: int) -> None:
+def check(request: Request, vocab: int, capacity: int, embed: int | None = None) -> None:
     """Refuses what the device would clamp, wrap or run out of.
 
     Args:
       vocab: ids must be below it.
       capacity: tokens a sequence can hold.
+      embed: width of the rows of images; None where there may be none.
 
     Raises:
       RequestError: lists every problem with its limit.
@@ -137,6 +176,7 @@ def check(request: Request, vocab: int, capacity: int) -> None:
         problems.append(f"{stops.size} stop ids; at most {MAX_STOPS} are kept on the device")
     problems += number_problems(**{name: getattr(request, name) for name, *_ in _LIMITS})
     problems += _bias_problems(request.bias, vocab)
+    problems += _image_problems(request.images, ids.size, embed)
     if problems:
         raise RequestError("This request cannot be run", problems)
 
@@ -213,6 +253,9 @@ _NEUTRAL: Mapping[str, Any] = MappingProxyType(
 )
 
 
+_BFLOAT16_EXPONENT = 0x7F80
+"""Bits that are all set in what is not finite, and only there."""
+
 _short = reprlib.Repr()
 _short.maxlong = 40
 
@@ -236,6 +279,48 @@ def _wrong(what: str, ids: np.ndarray[Any, Any], vocab: int) -> list[str]:
         return [f"{what} must be a flat list of integer token ids"]
     bad = ids[(ids < 0) | (ids >= vocab)]
     return [f"{what} holds {bad.size} ids such as {bad[0]} outside the vocabulary 0..{vocab - 1}"] if bad.size else []
+
+
+def _span_problems(span: ImageSpan) -> Iterator[str]:
+    rows: Any = span.rows
+    if (
+        not isinstance(rows, np.ndarray)
+        or rows.ndim != 2
+        or 0 in rows.shape
+        or not jnp.issubdtype(rows.dtype, jnp.floating)
+    ):
+        shape = f"{rows.dtype}{list(rows.shape)}" if isinstance(rows, np.ndarray) else type(rows).__name__
+        yield f"its rows are {shape}; floating-point numbers in [tokens, embed] work"
+    elif not _finite(rows):
+        yield "its rows hold values that are not finite"
+    if not isinstance(span.key, bytes) or not span.key:
+        yield f"its key is {_shown(span.key)}; bytes that stand for its content work"
+
+
+def _finite(rows: np.ndarray[Any, Any]) -> bool:
+    if rows.dtype != BFLOAT16:
+        return bool(np.isfinite(rows).all())
+    # NumPy asks of a bfloat16 array while it holds the interpreter: most of a second for the largest picture
+    exponents = rows.view(np.uint16) & _BFLOAT16_EXPONENT
+    return not (exponents == _BFLOAT16_EXPONENT).any()
+
+
+def _image_problems(images: Sequence[ImageSpan], length: int, embed: int | None) -> Iterator[str]:
+    if images and embed is None:
+        yield f"{len(images)} images; this engine was built for text only"
+        return
+    after = 0
+    for number, span in enumerate(images):
+        if not _is(span.start, Integral, after, length - span.tokens):
+            where = f"from {after:,}" if after else "anywhere"
+            yield (
+                f"image {number} begins at {_shown(span.start)} with {span.tokens:,} ids; it must lie in the prompt of {length:,} "
+                f"ids, {where}"
+            )
+            continue
+        after = span.end
+        if span.rows.shape[1] != embed:
+            yield f"the rows of image {number} have {span.rows.shape[1]:,} values; those of this model have {embed:,}"
 
 
 def _bias_problems(bias: Mapping[int, float], vocab: int) -> list[str]:

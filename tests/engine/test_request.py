@@ -1,8 +1,18 @@
 import numpy as np
 import pytest
 
-from kimi_jax.engine.request import MAX_BIAS, MAX_STOPS, Request, RequestError, check, check_ids, refuse_extras
+from kimi_jax.engine.request import (
+    MAX_BIAS,
+    MAX_STOPS,
+    ImageSpan,
+    Request,
+    RequestError,
+    check,
+    check_ids,
+    refuse_extras,
+)
 from kimi_jax.ops.sample import extras
+from kimi_jax.precision import BFLOAT16
 
 VOCAB, CAPACITY = 100, 32
 
@@ -170,3 +180,52 @@ class TestIdsToScore:
         assert "such as -1 outside" in caught.value.problems[0]
         with pytest.raises(RequestError, match="empty"):
             check_ids([], VOCAB, CAPACITY)
+
+
+class TestImages:
+    def span(self, start, tokens, embed=4, dtype=np.float32):
+        return ImageSpan(start, np.ones((tokens, embed), dtype), b"key")
+
+    def test_what_is_accepted(self):
+        for dtype in (np.float32, BFLOAT16):
+            spans = (self.span(0, 3, dtype=dtype), self.span(3, 1, dtype=dtype), self.span(9, 1, dtype=dtype))
+            check(Request([1] * 10, images=spans), VOCAB, CAPACITY, 4)
+
+    @pytest.mark.parametrize(
+        ("places", "embed", "said"),
+        [
+            ([(-1, 2)], 4, "image 0 begins at -1 with 2 ids; it must lie in the prompt of 10 ids"),
+            ([(9, 2)], 4, "image 0 begins at 9 with 2 ids"),  # red when its rows would reach the answer
+            ([(4, 2), (5, 2)], 4, "image 1 begins at 5 with 2 ids; it must lie in the prompt of 10 ids, from 6"),
+            ([(4, 2), (0, 2)], 4, "image 1 begins at 0"),
+            ([(1.0, 2)], 4, "image 0 begins at 1.0"),
+            ([(4, 2)], 5, "the rows of image 0 have 4 values; those of this model have 5"),
+            ([(4, 2)], None, "1 images; this engine was built for text only"),
+        ],
+    )
+    def test_places_that_are_refused(self, places, embed, said):
+        # red when rows would be written over text, over one another, or outside the prompt
+        with pytest.raises(RequestError) as caught:
+            check(Request([1] * 10, images=[self.span(*place) for place in places]), VOCAB, CAPACITY, embed)
+        (problem,) = caught.value.problems
+        assert said in problem
+
+    @pytest.mark.parametrize(
+        ("rows", "key", "said"),
+        [
+            (np.ones(3, np.float32), b"k", "float32[3]; floating-point numbers in [tokens, embed] work"),
+            (np.ones((0, 3), np.float32), b"k", "float32[0, 3]"),
+            (np.ones((2, 3), np.int32), b"k", "int32[2, 3]"),
+            ([[1.0]], b"k", "its rows are list"),
+            (np.full((2, 3), np.nan, np.float32), b"k", "not finite"),
+            (np.full((2, 3), -np.inf, BFLOAT16), b"k", "not finite"),
+            (np.full((2, 3), np.nan, BFLOAT16), b"k", "not finite"),
+            (np.ones((2, 3), np.float32), b"", "its key is b''"),
+            (np.ones((2, 3), np.float32), "k", "its key is 'k'"),
+        ],
+    )
+    def test_rows_that_are_refused(self, rows, key, said):
+        # red when what is not finite, or no row at all, reaches the model
+        with pytest.raises(RequestError, match="image") as caught:
+            ImageSpan(0, rows, key)
+        assert said in caught.value.problems[0]
