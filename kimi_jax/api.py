@@ -17,7 +17,10 @@ from kimi_jax.completion import AnswerBuilder, Completion, Piece, Reading
 from kimi_jax.config import SHIPPED, KimiConfig, load_config
 from kimi_jax.engine.request import Request
 from kimi_jax.engine.runner import Runner
+from kimi_jax.image_encoder import ImageEncoder, picture_settings
+from kimi_jax.layers.vision import vision_only, vision_parameters
 from kimi_jax.loop import Steps
+from kimi_jax.media.fetch import FetchRules
 from kimi_jax.model import abstract
 from kimi_jax.ops.implementation import Impl, Implementations
 from kimi_jax.placement.collectives import Parallel
@@ -26,11 +29,12 @@ from kimi_jax.placement.layout import Layout, load_layout, validate
 from kimi_jax.placement.mesh import make_mesh
 from kimi_jax.precision import ExpertForm, Precision, choose_precision
 from kimi_jax.problems import ProblemsError, nearest
-from kimi_jax.testing.shipped import BENCH_MODELS, RANDOM_TINY, shipped_model
+from kimi_jax.testing.shipped import SHIPPED_MODELS, shipped_model
 from kimi_jax.text.render import render
 from kimi_jax.text.stop import StopStrings
 from kimi_jax.text.tokenizer import Tokenizer
 from kimi_jax.text.vocabulary import TokenizerMissing
+from kimi_jax.vision_steps import VisionSteps
 
 DEFAULT_SEQUENCE = 8192
 """Tokens a sequence can hold where the caller names no limit; the cache is allocated whole."""
@@ -58,10 +62,21 @@ class Kimi:
       config: sizes and layer kinds.
       layout: where every tensor lives.
       tokenizer: None when the folder has no tokenizer files; the model then works with ids only.
+      vision: reads images; None where the model was loaded without a vision tower.
+      no_vision: why it was, for errors.
     """
 
-    def __init__(self, config: KimiConfig, layout: Layout, tokenizer: Tokenizer | None, runner: Runner) -> None:
+    def __init__(
+        self,
+        config: KimiConfig,
+        layout: Layout,
+        tokenizer: Tokenizer | None,
+        runner: Runner,
+        vision: ImageEncoder | None = None,
+        no_vision: str = "",
+    ) -> None:
         self.config, self.layout, self.tokenizer, self.runner = config, layout, tokenizer, runner
+        self.vision, self.no_vision = vision, no_vision
 
     def logits(self, token_ids: Sequence[int]) -> np.ndarray[Any, Any]:
         """Teacher-forced scores from an empty state, float32 [T, vocab].
@@ -208,6 +223,8 @@ def load(
     *,
     experts: ExpertForm | None = None,
     impl: Impl | None = None,
+    vision: bool | None = None,
+    fetch_images: bool = False,
     prefill_chunk: int = 512,
     decode_block: int = 16,
     progress: Progress = silent,
@@ -224,12 +241,16 @@ def load(
       experts: how routed experts are kept: ``packed`` or ``codes`` (see ``Precision``); by platform where omitted.
       impl: what every op runs: ``reference``, ``pallas``, or ``interpret`` (kernels step by step, for tests); by platform
         where omitted.
+      vision: False leaves the vision tower in its file; True insists on it. Where omitted, it is loaded if the folder has its
+        configuration and ``preprocessor_config.json``.
+      fetch_images: whether images may be http(s) URLs, which are then asked for over the network.
       prefill_chunk: most prompt tokens of a sequence in one call.
       decode_block: decode steps between two reads by the host.
       progress: called with each parameter's name and bytes as it lands.
 
     Raises:
-      ConfigError, LayoutError, CheckpointError, TokenizerError, PrecisionError, LoadError: each lists everything wrong.
+      ConfigError, LayoutError, CheckpointError, TokenizerError, PrecisionError, SettingsError, LoadError: each lists everything
+        wrong.
     """
     if not isinstance(path_or_name, str | Path):
         raise LoadError(
@@ -251,11 +272,18 @@ def load(
     _refuse_unbuilt(config, placed)
     validate(placed, steps.parameters, config.name)
     tokenizer = _tokenizer(folder, config)
-    params = read_parameters(folder, config, steps, progress)
+    settings, no_vision = picture_settings(folder, config, vision)
+    tower = VisionSteps(config.vision, placed, mesh, precision) if settings and config.vision else None
+    params = read_parameters(folder, config, steps, progress, tower)
+    encoder = None
+    if settings is not None and tower is not None:
+        rules = FetchRules() if fetch_images else None
+        encoder = ImageEncoder(tower, vision_only(params), settings, rules=rules)
+        params = {name: array for name, array in params.items() if name not in encoder.params}
     allowed = np.ones(config.vocab, bool)
     if tokenizer is not None:
         allowed[[number for number in tokenizer.banned_ids if number < config.vocab]] = False
-    return Kimi(config, placed, tokenizer, Runner(steps, params, allowed, prefill_chunk))
+    return Kimi(config, placed, tokenizer, Runner(steps, params, allowed, prefill_chunk), encoder, no_vision)
 
 
 def _implementations(impl: Impl | None, platform: str) -> Implementations:
@@ -283,14 +311,13 @@ def _model_folder(path_or_name: str | Path) -> Path:
             [f"{name} is the name of a configuration, and there is no folder {name}"],
             f"Give the folder of its checkpoint. Without weights work: kimi-jax plan {name}, kimi-jax compile {name}.",
         )
-    known = (RANDOM_TINY, *BENCH_MODELS)
-    raise LoadError(f"No model is called {name!r}", [f"there is no such folder{nearest(name, known)}"])
+    raise LoadError(f"No model is called {name!r}", [f"there is no such folder{nearest(name, SHIPPED_MODELS)}"])
 
 
 def read_parameters(
-    folder: Path, config: KimiConfig, steps: Steps, progress: Progress = silent
+    folder: Path, config: KimiConfig, steps: Steps, progress: Progress = silent, tower: VisionSteps | None = None
 ) -> dict[str, jax.Array]:
-    """Every parameter of a checkpoint folder, released or converted, placed.
+    """Every parameter of a checkpoint folder, released or converted, placed; those of the vision tower with ``tower``.
 
     Raises:
       CheckpointError: the folder does not hold exactly the tensors of its configuration.
@@ -299,6 +326,9 @@ def read_parameters(
     assert isinstance(mesh, Mesh)  # arrays lie on devices
     stored = abstract(config, Precision(), Parallel.single())[1]
     packed = abstract(config, replace(steps.precision, experts="packed"), steps.parallel)[1]
+    if tower is not None:
+        stored |= vision_parameters(config, Precision())
+        packed |= tower.parameters
     params = parameters.read_parameters(
         folder, stored, packed, steps.layout, mesh, tied_head=config.tied_head, progress=progress
     )

@@ -8,12 +8,11 @@ if TYPE_CHECKING:
 
 def shipped_config(name: str) -> "KimiConfig | str":
     """A shipped test model's configuration by its name; anything else as it is."""
-    from kimi_jax.testing.shipped import BENCH_MODELS, RANDOM_TINY
+    from kimi_jax.testing.shipped import made_config
 
-    size = {RANDOM_TINY: "tiny", **BENCH_MODELS}.get(name)
-    if size is None:
+    config = made_config(name)
+    if config is None:
         return name
     from kimi_jax.config import parse
-    from kimi_jax.testing.configs import config_json
 
-    return parse(config_json(size), name)
+    return parse(config, name)

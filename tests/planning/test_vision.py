@@ -6,7 +6,7 @@ import kimi_jax
 from kimi_jax.config import load_config
 from kimi_jax.placement.layout import Layout
 from kimi_jax.planning.notes import notes
-from kimi_jax.planning.vision import call_bytes
+from kimi_jax.vision_steps import call_bytes
 
 COMPILED = {  # (devices that share heads and MLPs, patches): temporary bytes of 27 blocks in bfloat16, gfx950, JAX 0.10.2
     (1, 4096): 474_243_800,
