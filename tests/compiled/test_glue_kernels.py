@@ -8,10 +8,10 @@ import pytest
 
 from kimi_jax.ops.attn_res import pallas as attn_res
 from kimi_jax.ops.linear import pallas as linear
-from kimi_jax.ops.linear.weights import Gated
+from kimi_jax.ops.linear.weights import Gated, Scaled
 from kimi_jax.ops.sample import pallas as sampling
 
-BFLOAT16, FLOAT32 = jnp.bfloat16, jnp.float32
+BFLOAT16, FLOAT32, FLOAT8 = jnp.bfloat16, jnp.float32, jnp.float8_e4m3fn
 
 # every `(kernel,) = build(...)` is red when something beside the kernel is launched, such as a concatenation of weights
 
@@ -65,6 +65,48 @@ def test_projections_of_a_norm(build, rows, columns, inner, width):
     shapes = (rows, columns), (1, inner), (width, inner)
     (kernel,) = build(normed, *((shape, BFLOAT16) for shape in shapes))
     assert kernel.spills == 0 and kernel.scratch == 0
+
+
+def fp8_project(x: Any, *weights: Any) -> Any:
+    scaled = [Scaled(*pair) for pair in zip(weights[::2], weights[1::2], strict=True)]
+    return linear.project([x], scaled, dtypes=(BFLOAT16,) * len(scaled), interpret=False)
+
+
+def fp8_feed_forward_inputs(x: Any, router: Any, latent: Any, *halves: Any) -> Any:
+    gated = Gated(Scaled(*halves[:2]), Scaled(*halves[2:]), 4.0, 25.0)
+    return linear.project([x], [router, latent, gated], dtypes=(FLOAT32, BFLOAT16, BFLOAT16), interpret=False)
+
+
+def fp8_normed(x: Any, scale: Any, *weight: Any) -> Any:
+    return linear.project([x, scale], [Scaled(*weight)], dtypes=(BFLOAT16,), eps=1e-5, interpret=False)
+
+
+def fp8(inner: int, *widths: int) -> list[tuple[tuple[int, ...], Any]]:
+    return [array for width in widths for array in (((width, inner), FLOAT8), ((width,), FLOAT32))]
+
+
+@pytest.mark.parametrize("rows", [1, 8, 64])
+@pytest.mark.parametrize(
+    ("function", "arrays"),
+    [
+        pytest.param(fp8_project, [((7168,), BFLOAT16), *fp8(7168, 1536, 1536, 12, 128)], id="kda"),
+        pytest.param(fp8_project, [((1536,), BFLOAT16), *fp8(1536, 7168)], id="output"),
+        pytest.param(
+            fp8_feed_forward_inputs,
+            [((7168,), BFLOAT16), ((896, 7168), BFLOAT16), ((3584, 7168), BFLOAT16), *fp8(7168, 768, 768)],
+            id="feed forward",
+        ),
+        pytest.param(fp8_normed, [((1536,), BFLOAT16), ((1, 1536), BFLOAT16), *fp8(1536, 2304)], id="norm"),
+    ],
+)
+def test_fp8_projections(build, rows, function, arrays):
+    # Red when a row is rounded in pieces that are all held at once, or codes are widened before their product.
+    (columns, dtype), *weights = arrays
+    kernels = build(function, ((rows, *columns), dtype), *weights)
+    (kernel,) = [kernel for kernel in kernels if kernel.name == "project"]
+    assert kernel.spills == 0 and kernel.scratch == 0
+    assert kernel.vgprs <= 280
+    assert rows > 1 or len(kernels) == 1  # a single row costs no launch besides the product
 
 
 @pytest.mark.parametrize("blocks", [1, 8])

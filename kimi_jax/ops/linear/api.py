@@ -1,8 +1,9 @@
 """Projections of a few rows: one launch for all weights that read the same input, with what stands before or after it.
 
-Weights are ``[out, in]`` as the checkpoint stores them, without bias. Every product is accumulated in float32 and rounded once to
-the dtype of its result. The kernels take up to ``pallas.MOST_ROWS`` rows (decode and verification). Longer inputs are XLA's in
-every implementation: there a product is bound by arithmetic, and launches no longer count.
+Weights are ``[out, in]`` as the checkpoint stores them, without bias, or re-quantised (``weights.Scaled``). Every product is
+accumulated in float32 and rounded once to the dtype of its result. The kernels take up to ``pallas.MOST_ROWS`` rows (decode and
+verification). Longer inputs are XLA's in every implementation: there a product is bound by arithmetic, and launches no longer
+count.
 """
 
 import math
@@ -15,7 +16,7 @@ from jaxtyping import Array, Float
 
 from kimi_jax.ops.implementation import choose
 from kimi_jax.ops.linear import pallas, reference
-from kimi_jax.ops.linear.weights import Factor
+from kimi_jax.ops.linear.weights import Factor, Matrix
 
 
 def project_many(
@@ -27,7 +28,8 @@ def project_many(
     """``x @ weight.T`` for every weight, or the SiTU of two such products.
 
     The operands meet in the weight's dtype: a bfloat16 activation is widened for float32 resident weights, which changes no
-    product.
+    product; for FP8 weights each row of the input is rounded to FP8 with a scale of its own (``quant/fp8``), after a norm where
+    there is one.
 
     Args:
       x: the input of all of them.
@@ -48,7 +50,7 @@ def project_normed(
     x: Float[Array, "*rows in"],
     scale: Float[Array, " in"],
     eps: float,
-    weight: Float[Array, "out in"],
+    weight: Matrix,
     impl: str = "reference",
 ) -> Float[Array, "*rows out"]:
     """``rms_norm(x) @ weight.T``, in the dtype of ``x``.
@@ -67,7 +69,7 @@ def project_normed(
 def project_beside(
     left: Float[Array, "*rows left"],
     x: Float[Array, "*rows in"],
-    weight: Float[Array, "out in"],
+    weight: Matrix,
     impl: str = "reference",
 ) -> Float[Array, "*rows left+out"]:
     """``left``, rounded to the dtype of ``x``, and beside it ``x @ weight.T``: one array for one reduction."""
@@ -83,7 +85,7 @@ def project_and_add(
     joined: Float[Array, "*rows in+out"],
     scale: Float[Array, " in"],
     eps: float,
-    weight: Float[Array, "out in"],
+    weight: Matrix,
     impl: str = "reference",
 ) -> Float[Array, "*rows out"]:
     """``rms_norm(x) @ weight.T + y`` of ``x`` and, beside it, ``y``; the product is rounded before it is added.
@@ -100,7 +102,7 @@ def _normed(
     x: Float[Array, "*rows in"],
     scale: Float[Array, " in"],
     eps: float,
-    weight: Float[Array, "out in"],
+    weight: Matrix,
     interpret: bool,
 ) -> Float[Array, "*rows out"]:
     inputs = [_flat(x), scale[None]]

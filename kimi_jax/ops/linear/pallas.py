@@ -2,6 +2,9 @@
 
 Programs are dealt to tiles of a few output channels over all weights in turn; a program reads its channels of one weight from
 end to end, so nothing is split along the inner dimension and no partial sum is left over.
+
+FP8 weights meet rows rounded to FP8. One row is rounded by every program for itself, which saves a launch; more rows are rounded
+once before the launch, which then reads half the bytes of them.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,10 +17,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float
 
-from kimi_jax.ops.linear.tile import Load, Tile, choose_tile, normed, plain
-from kimi_jax.ops.linear.weights import Factor, Gated, arrays
+from kimi_jax.ops import norm
+from kimi_jax.ops.linear.tile import Load, Tile, choose_tile, normed, plain, rounded
+from kimi_jax.ops.linear.weights import Factor, Gated, Scaled, matrices
 from kimi_jax.ops.once import once
 from kimi_jax.ops.situ.reference import situ
+from kimi_jax.quant import fp8
 
 MOST_ROWS = 64
 """Rows that the kernel takes: above it every weight byte is used often enough for XLA's own products."""
@@ -50,28 +55,29 @@ def project(
     """
     rows, columns = inputs[0].shape
     prologue = plain if eps is None else partial(normed, eps=eps)
-    matrices = [arrays(factor) for factor in factors]
-    _check_dtypes(inputs[0].dtype, {weight.dtype for group in matrices for weight in group})
-    widths, length = [group[0].shape[0] for group in matrices], matrices[0][0].shape[1]
-    tile = choose_tile(rows, length, sum(weight.shape[0] for group in matrices for weight in group))
+    groups = [matrices(factor) for factor in factors]
+    flat = [matrix for group in groups for matrix in group]
+    _check_dtypes(inputs[0].dtype, {matrix.dtype for matrix in flat if not isinstance(matrix, Scaled)})
+    widths, length = [group[0].shape[0] for group in groups], groups[0][0].shape[1]
+    tile = choose_tile(rows, length, sum(matrix.shape[0] for matrix in flat))
     tiles = [pl.cdiv(width, tile.channels) for width in widths]
-    lefts, offset = ([], 0) if left is None else ([left], left.shape[1])
+    offset = 0 if left is None else left.shape[1]
     block = pl.next_power_of_2(rows), COPIED // pl.next_power_of_2(rows)
+    narrow = None
+    if not tile.by_row and any(isinstance(matrix, Scaled) for matrix in flat):
+        narrow = fp8.quantise(_prepared(inputs, length, eps))
 
-    def kernel(*refs: Any) -> None:
-        queue = list(refs)
-        take = lambda count: [queue.pop(0) for _ in range(count)]  # noqa: E731
-        given, moved, groups = take(len(inputs)), take(len(lefts)), [take(len(group)) for group in matrices]
+    def kernel(given: Any, narrow: Any, moved: Any, groups: Any, *outputs: Any) -> None:
         load = partial(prologue, *given, tile=tile)
         program, first = pl.program_id(0), 0
-        for index, (factor, group, output, count) in enumerate(zip(factors, groups, queue, tiles, strict=True)):
+        for index, (factor, group, output, count) in enumerate(zip(factors, groups, outputs, tiles, strict=True)):
             added = given[0] if index == 0 and columns > length else None
             at = 0 if index else offset
             mine = (program >= first) & (program < first + count)
-            pl.when(mine)(partial(_tile, program - first, load, tile, factor, group, output, at, added))
+            pl.when(mine)(partial(_tile, program - first, load, narrow, tile, factor, group, output, at, added))
             first += count
-        for source in moved:
-            pl.when(program >= first)(partial(_copy, program - first, source, queue[0], block))
+        if moved is not None:
+            pl.when(program >= first)(partial(_copy, program - first, moved, outputs[0], block))
 
     params = None if interpret else plt.CompilerParams(num_warps=tile.warps, num_stages=2)
     joined = [offset + widths[0], *widths[1:]]
@@ -80,7 +86,13 @@ def project(
     call = pl.pallas_call(
         kernel, grid=grid, out_shape=shapes, interpret=interpret, name="project", compiler_params=params
     )
-    return call(*inputs, *lefts, *(weight for group in matrices for weight in group))
+    return call(list(inputs), narrow, left, groups)
+
+
+def _prepared(inputs: Sequence[Array], length: int, eps: float | None) -> Array:
+    """The rows as the weights read them."""
+    rows = inputs[0][:, :length]
+    return rows if eps is None else norm.rms_norm(rows, inputs[1][0], eps)
 
 
 def _check_dtypes(rows: Any, weights: set[Any]) -> None:
@@ -95,6 +107,7 @@ def _check_dtypes(rows: Any, weights: set[Any]) -> None:
 def _tile(
     number: Any,
     load: Callable[[], Load],
+    narrow: Any,
     tile: Tile,
     factor: Factor,
     weights: Sequence[Any],
@@ -106,7 +119,11 @@ def _tile(
     rows, channels = output.shape[0], weights[0].shape[0]
     channel_c, row_r = number * tile.channels + jnp.arange(tile.channels), jnp.arange(1 if tile.by_row else tile.rows)
     reading_c = jnp.minimum(channel_c, channels - 1)
-    out_rc, *up_rc = (_product(load(), weight, reading_c, tile).astype(output.dtype) for weight in weights)
+    if isinstance(weights[0], Scaled):
+        values, scale_r = _narrow(load, narrow, tile)
+    else:
+        values, scale_r = load(), None
+    out_rc, *up_rc = (_product(values, scale_r, weight, reading_c, tile).astype(output.dtype) for weight in weights)
     if isinstance(factor, Gated):
         out_rc = situ(out_rc, up_rc[0], factor.beta, factor.linear_beta)
     inside = (row_r < rows)[:, None] & (channel_c < channels)[None, :]
@@ -115,11 +132,20 @@ def _tile(
     plt.store(output.at[row_r[:, None], offset + channel_c[None, :]], out_rc, mask=inside)
 
 
-def _product(load: Load, weight: Any, channel_c: Any, tile: Tile) -> Any:
+def _narrow(load: Callable[[], Load], narrow: Any, tile: Tile) -> tuple[Load, Any]:
+    """The rows in FP8 and their scales: rounded before the launch, or here."""
+    if narrow is None:
+        return rounded(load(), tile)
+    codes, scales = narrow
+    return plain(codes, tile=tile), scales[jnp.minimum(jnp.arange(tile.rows), scales.shape[0] - 1)]
+
+
+def _product(load: Load, scale_r: Any, weight: Any, channel_c: Any, tile: Tile) -> Any:
     """All rows times some channels of a weight, over the whole inner dimension; [rows, channels] float32."""
+    stored = weight.codes if isinstance(weight, Scaled) else weight
 
     def add(inner_k: Any, total: Any) -> Any:
-        weight_ck = tile.load(weight, channel_c, inner_k)
+        weight_ck = tile.load(stored, channel_c, inner_k)
         input_rk = load(inner_k).astype(weight_ck.dtype)
         if tile.by_row:
             return total + weight_ck.astype(jnp.float32) * input_rk.astype(jnp.float32)
@@ -132,7 +158,10 @@ def _product(load: Load, weight: Any, channel_c: Any, tile: Tile) -> Any:
         )
 
     total = tile.over(add, (tile.channels, tile.inner) if tile.by_row else (tile.rows, tile.channels))
-    return jnp.sum(total, axis=1)[None, :] if tile.by_row else total
+    if tile.by_row:
+        out_c = jnp.sum(total, axis=1)
+        return (out_c * scale_r * weight.scale[channel_c] if isinstance(weight, Scaled) else out_c)[None, :]
+    return total * scale_r[:, None] * weight.scale[channel_c][None, :] if isinstance(weight, Scaled) else total
 
 
 def _copy(number: Any, source: Any, output: Any, block: tuple[int, int]) -> None:

@@ -3,18 +3,29 @@
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from kimi_jax.ops import norm
-from kimi_jax.ops.linear.weights import Factor, Gated
+from kimi_jax.ops.linear.weights import Factor, Gated, Matrix, Scaled
 from kimi_jax.ops.product import product
 from kimi_jax.ops.situ import api as situ_op
+from kimi_jax.quant import fp8
 
 
-def project(x: Float[Array, "*rows in"], weight: Float[Array, "out in"], dtype: Any) -> Float[Array, "*rows out"]:
-    """``x @ weight.T`` accumulated in float32, rounded once."""
-    return product(x, weight).astype(dtype)
+def project(x: Float[Array, "*rows in"], weight: Matrix, dtype: Any) -> Float[Array, "*rows out"]:
+    """``x @ weight.T`` accumulated in float32, rounded once; an FP8 weight meets the input rounded to FP8 per row."""
+    return (_fp8_product(x, weight) if isinstance(weight, Scaled) else product(x, weight)).astype(dtype)
+
+
+def _fp8_product(x: Float[Array, "*rows in"], weight: Scaled) -> Float[Array, "*rows out"]:
+    """Float32; where several weights read one input, the compiler rounds it once."""
+    codes, scales = fp8.quantise(x)
+    total = jax.lax.dot_general(
+        codes, weight.codes, (((x.ndim - 1,), (1,)), ((), ())), preferred_element_type=jnp.float32
+    )
+    return total * scales[..., None] * weight.scale
 
 
 def project_many(
@@ -32,21 +43,21 @@ def _product(x: Float[Array, "*rows in"], factor: Factor, dtype: Any) -> Float[A
 
 
 def project_normed(
-    x: Float[Array, "*rows in"], scale: Float[Array, " in"], eps: float, weight: Float[Array, "out in"]
+    x: Float[Array, "*rows in"], scale: Float[Array, " in"], eps: float, weight: Matrix
 ) -> Float[Array, "*rows out"]:
     """See ``api.project_normed``."""
     return project(norm.rms_norm(x, scale, eps), weight, x.dtype)
 
 
 def project_beside(
-    left: Float[Array, "*rows left"], x: Float[Array, "*rows in"], weight: Float[Array, "out in"]
+    left: Float[Array, "*rows left"], x: Float[Array, "*rows in"], weight: Matrix
 ) -> Float[Array, "*rows left+out"]:
     """See ``api.project_beside``."""
     return jnp.concatenate([left.astype(x.dtype), project(x, weight, x.dtype)], axis=-1)
 
 
 def project_and_add(
-    joined: Float[Array, "*rows in+out"], scale: Float[Array, " in"], eps: float, weight: Float[Array, "out in"]
+    joined: Float[Array, "*rows in+out"], scale: Float[Array, " in"], eps: float, weight: Matrix
 ) -> Float[Array, "*rows out"]:
     """See ``api.project_and_add``."""
     x, y = jnp.split(joined, [weight.shape[1]], axis=-1)

@@ -10,6 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from kimi_jax.ops.passes import over
+from kimi_jax.quant.fp8 import E4M3, LARGEST, SMALLEST_SCALE
 
 PROGRAMS = 512
 """Programs that keep 256 compute units busy: two on each, so that one computes while the other waits for memory."""
@@ -90,3 +91,14 @@ def normed(x: Any, scale: Any, *, tile: Tile, eps: float) -> Load:
         return normal_rk * tile.load(scale, every_r, inner_k).astype(x.dtype)
 
     return load
+
+
+def rounded(load: Load, tile: Tile) -> tuple[Load, Any]:
+    """One row rounded to FP8 (``quant/fp8``) with its scale [rows]; every program finds the largest value anew."""
+
+    def most(inner_k: Any, top_rk: Any) -> Any:
+        return jnp.maximum(top_rk, jnp.abs(load(inner_k).astype(jnp.float32)))
+
+    top_r = jnp.max(tile.over(most, (tile.rows, tile.inner)), axis=1)
+    scale_r = jnp.maximum(top_r / LARGEST, SMALLEST_SCALE)
+    return lambda inner_k: (load(inner_k).astype(jnp.float32) / scale_r[:, None]).astype(E4M3), scale_r
