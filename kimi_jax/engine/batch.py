@@ -8,7 +8,9 @@ from jaxtyping import Array
 
 from kimi_jax.engine.request import MAX_STOPS, Request
 from kimi_jax.engine.sequence import Sequence
+from kimi_jax.layers.image_rows import ImageRows
 from kimi_jax.loop import RUNNING, STOPPED, Limits, Rows
+from kimi_jax.media.prompt import Chunk, call_rows, chunk_rows
 from kimi_jax.ops.sample.api import GREEDY_BELOW, Sampling
 from kimi_jax.ops.sample.extras import Extras
 from kimi_jax.slots import Kind, PrefillCall
@@ -54,6 +56,19 @@ def prefill_call(placed: Placed, rows: int, width: int, table: int, chunk: int) 
         arrays.last[row] = start + new == len(sequence.ids)
         arrays.budget[row] = sequence.budget
     return call
+
+
+def image_rows(placed: Placed, rows: int, width: int, chunk: int, dtype: np.dtype[Any]) -> ImageRows | None:
+    """What images put into the next pieces, in the dtype of activations; None where those hold no part of any."""
+    chunks: list[Chunk | None] = [None] * rows
+    for row, sequence in placed.items():
+        given = [image.rows for image in sequence.request.images]
+        chunks[row] = chunk_rows(sequence.spans, given, sequence.position, sequence.piece(chunk))
+    found = call_rows(chunks, width)
+    if found is None:
+        return None
+    values, here = found
+    return ImageRows(_host(values.astype(dtype, copy=False)), _host(here))
 
 
 def decode_rows(placed: Placed, slots: int, table: int) -> tuple[np.ndarray[Any, Any], Rows]:

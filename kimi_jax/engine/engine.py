@@ -18,6 +18,7 @@ from kimi_jax.engine.runner import FINISH
 from kimi_jax.engine.scheduler import Scheduler, rows_of
 from kimi_jax.engine.sequence import Sequence
 from kimi_jax.engine.stats import EngineFull, EngineStats
+from kimi_jax.layers.image_rows import ImageRows
 from kimi_jax.loop import BROKEN, Drawn, Rows, Steps
 from kimi_jax.model import Params
 from kimi_jax.ops.sample.extras import Extras
@@ -45,6 +46,7 @@ class Engine:
       params: placed parameters.
       allowed: [vocab] bool, ids that may be drawn.
       limits: sizes, the same as those of ``programs``.
+      images: whether requests may have images, which takes one more program.
       clock: seconds, for :attr:`EngineFull.retry_after` only.
 
     Raises:
@@ -58,6 +60,8 @@ class Engine:
         allowed: np.ndarray[Any, Any],
         limits: EngineLimits,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        images: bool = False,
     ) -> None:
         check_limits(limits, programs.steps.capacity, programs.groups)
         self._programs, self._params, self._allowed, self._clock = programs, params, allowed, clock
@@ -65,6 +69,7 @@ class Engine:
         self._vocab, self._block = programs.steps.config.vocab, programs.steps.block
         self._scheduler = Scheduler(limits, programs.steps.capacity, programs.groups)
         self._cache = programs.new_cache()
+        self._embed = programs.steps.config.hidden if images else None
         self._neutral: dict[int, Extras] = {}
         self._open: dict[int, Sequence] = {}
         self._cached: OrderedDict[int, int] = OrderedDict()
@@ -72,7 +77,9 @@ class Engine:
         self._submitted = self._turns = self._drawn = 0
 
     @classmethod
-    def build(cls, steps: Steps, params: Params, allowed: np.ndarray[Any, Any], limits: EngineLimits) -> "Engine":
+    def build(
+        cls, steps: Steps, params: Params, allowed: np.ndarray[Any, Any], limits: EngineLimits, *, images: bool = False
+    ) -> "Engine":
         """An engine on the programs of a loaded model (``Kimi.runner`` has steps, params and allowed).
 
         Raises:
@@ -80,7 +87,7 @@ class Engine:
         """
         check_limits(limits, steps.capacity, steps.parallel.size("batch"))
         programs = SlotSteps(steps, limits.slots, limits.pages, limits.page, limits.checkpoints)
-        return cls(programs, params, allowed, limits)
+        return cls(programs, params, allowed, limits, images=images)
 
     @property
     def capacity(self) -> int:
@@ -96,11 +103,11 @@ class Engine:
           RequestError: it can never run; lists every problem.
           EngineFull: the queue is full.
         """
-        check(request, self._vocab, self.capacity)
+        check(request, self._vocab, self.capacity, self._embed)
         if len(self._scheduler.queue) >= self.limits.queue:
             raise EngineFull(len(self._scheduler.queue), self._retry_after())
         number, self._submitted = self._submitted, self._submitted + 1
-        sequence = Sequence(number, request, [int(i) for i in request.ids])
+        sequence = Sequence.of(number, request, self.limits.page)
         self._open[number] = sequence
         self._scheduler.enqueue(sequence)
         return number
@@ -172,6 +179,8 @@ class Engine:
         for width in widths(self.limits.chunk):
             for rows in sorted({1, rows_of(width, self.limits.chunk, local)}):
                 self._run_prefill({}, rows * groups, width)
+        if self._embed is not None:
+            self._run_prefill({}, groups, self.limits.chunk, self._no_images())
         for kind in KINDS:
             self._run_decode({}, kind, self._block)
         nothing = np.full(groups, -1, np.int32)
@@ -281,18 +290,30 @@ class Engine:
 
     # ---- calls of the programs
 
-    def _run_prefill(self, placed: dict[int, Sequence], rows: int, width: int) -> tuple[Rows, Drawn]:
+    def _run_prefill(
+        self, placed: dict[int, Sequence], rows: int, width: int, images: ImageRows | None = None
+    ) -> tuple[Rows, Drawn]:
         programs = self._programs
         call = batch.prefill_call(placed, rows, width, programs.table, self.limits.chunk)
-        self._cache, told, drawn = programs.prefill(
+        dtype = programs.steps.precision.activation
+        seen = batch.image_rows(placed, rows, width, self.limits.chunk, dtype) or images
+        run, given = (programs.prefill, (call,)) if seen is None else (programs.prefill_images, (call, seen))
+        self._cache, told, drawn = run(
             self._params,
             self._cache,
-            call,
+            *given,
             batch.sampling_of(placed, rows),
             batch.extras_of(placed, self._neutral_extras(rows)),
             batch.limits_of(placed, rows, self._allowed),
         )
         return told, drawn
+
+    def _no_images(self) -> ImageRows:
+        """What a call without images gives the program for images, with its dtypes."""
+        groups, chunk, dtype = self._programs.groups, self.limits.chunk, self._programs.steps.precision.activation
+        rows: Any = np.zeros((groups, chunk, self._embed or 0), dtype)
+        here: Any = np.zeros((groups, chunk), bool)
+        return ImageRows(rows, here)
 
     def _run_decode(self, placed: dict[int, Sequence], kind: Kind, steps: int) -> tuple[Rows, Drawn]:
         programs, slots = self._programs, self.limits.slots

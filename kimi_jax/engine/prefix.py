@@ -1,5 +1,7 @@
 """Prompts run before, page by page, with recurrent states at some page ends: where a new prompt may start.
 
+A page is known by its ids and by the images that it holds parts of: other images at equal ids are another prompt.
+
 A recurrent state cannot be cut, so a prompt continues only from the end of a page where the state was kept (a checkpoint). Latent
 pages before it are shared, never copied: nothing writes below the start of a sequence's own tokens. A tree holds no page that no
 checkpoint reaches.
@@ -56,10 +58,15 @@ class PrefixTree:
         self._holders: dict[int, _Node] = {}  # checkpoint -> the page it follows
         self._clock = 0
 
-    def match(self, ids: Sequence[int]) -> Match:
-        """The longest start for a prompt; at least its last token is left to run."""
+    def match(self, ids: Sequence[int], marks: Sequence[bytes] = ()) -> Match:
+        """The longest start for a prompt; at least its last token is left to run.
+
+        Args:
+          ids: the prompt.
+          marks: for each page, what stands for its images (``media.prompt.page_marks``); empty without images.
+        """
         node, pages, found = self._root, [], Match()
-        for key in self._keys(ids, (len(ids) - 1) // self._page):
+        for key in self._keys(ids, marks, (len(ids) - 1) // self._page):
             child = node.children.get(key)
             if child is None:
                 break
@@ -74,17 +81,20 @@ class PrefixTree:
         self._clock += 1
         self._holders[checkpoint].used = self._clock
 
-    def publish(self, ids: Sequence[int], pages: Sequence[int], saved: Mapping[int, int]) -> None:
+    def publish(
+        self, ids: Sequence[int], pages: Sequence[int], saved: Mapping[int, int], marks: Sequence[bytes] = ()
+    ) -> None:
         """Adds what a prompt has left behind; takes the checkpoints over, frees those that are there already.
 
         Args:
           ids: the prompt.
           pages: its pages, in order.
           saved: tokens before it -> checkpoint; each a whole number of pages.
+          marks: of its pages, as in :meth:`match`.
         """
         self._clock += 1
         node = self._root
-        for index, key in enumerate(self._keys(ids, max(saved, default=0) // self._page)):
+        for index, key in enumerate(self._keys(ids, marks, max(saved, default=0) // self._page)):
             child = node.children.get(key)
             if child is None:
                 child = node.children[key] = _Node(node, key, pages[index])
@@ -129,7 +139,10 @@ class PrefixTree:
             node = node.parent
         return True
 
-    def _keys(self, ids: Sequence[int], count: int) -> list[bytes]:
-        """The tokens of the first pages as dictionary keys: compared whole, so that no two prompts are ever confused."""
+    def _keys(self, ids: Sequence[int], marks: Sequence[bytes], count: int) -> list[bytes]:
+        """The tokens and images of the first pages as dictionary keys: compared whole, so that no two prompts are confused."""
         blocks = np.asarray(ids[: count * self._page], np.int32).reshape(count, self._page)
-        return [block.tobytes() for block in blocks]
+        keys = [block.tobytes() for block in blocks]
+        for index, mark in enumerate(marks[:count]):
+            keys[index] += mark
+        return keys

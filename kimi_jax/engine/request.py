@@ -208,7 +208,9 @@ def number_problems(**numbers: Any) -> list[str]:
     return problems
 
 
-def check_ids(given: Sequence[int], vocab: int, capacity: int) -> None:
+def check_ids(
+    given: Sequence[int], vocab: int, capacity: int, images: Sequence[ImageSpan] = (), embed: int | None = None
+) -> None:
     """Refuses ids that cannot be scored: as :func:`check` does, but they may fill all of ``capacity``.
 
     Raises:
@@ -222,6 +224,7 @@ def check_ids(given: Sequence[int], vocab: int, capacity: int) -> None:
         problems.append(
             f"the prompt has {ids.size:,} tokens and a sequence holds {capacity:,}; load with max_seq_len={ids.size} or more"
         )
+    problems += _image_problems(images, ids.size, embed)
     if problems:
         raise RequestError("These ids cannot be scored", problems)
 

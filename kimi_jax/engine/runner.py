@@ -9,8 +9,19 @@ from jaxtyping import Array
 
 from kimi_jax.cache import Cache
 from kimi_jax.engine.buckets import bucket, prefill_calls
-from kimi_jax.engine.request import MAX_STOPS, Event, FinishReason, Request, check, check_ids, refuse_extras
+from kimi_jax.engine.request import (
+    MAX_STOPS,
+    Event,
+    FinishReason,
+    ImageSpan,
+    Request,
+    check,
+    check_ids,
+    refuse_extras,
+)
+from kimi_jax.layers.image_rows import ImageRows
 from kimi_jax.loop import BROKEN, LENGTH, RUNNING, STOPPED, Drawn, Limits, Rows, Steps
+from kimi_jax.media.prompt import Chunk, Span, call_rows, chunk_rows
 from kimi_jax.model import Params
 from kimi_jax.ops.sample.api import GREEDY_BELOW, Sampling
 
@@ -36,20 +47,22 @@ class Runner:
         """Tokens that one sequence can hold."""
         return self.steps.capacity
 
-    def logits(self, ids: Sequence[int]) -> np.ndarray[Any, Any]:
+    def logits(self, ids: Sequence[int], images: Sequence[ImageSpan] = ()) -> np.ndarray[Any, Any]:
         """Teacher-forced float32 scores of every position, [tokens, vocab], from an empty state."""
-        return np.concatenate(list(self.scored(ids)))
+        return np.concatenate(list(self.scored(ids, images)))
 
-    def scored(self, ids: Sequence[int]) -> Iterator[np.ndarray[Any, Any]]:
+    def scored(self, ids: Sequence[int], images: Sequence[ImageSpan] = ()) -> Iterator[np.ndarray[Any, Any]]:
         """The same in order, as many positions at a time as one call computes."""
-        check_ids(ids, self.steps.config.vocab, self.capacity)
+        check_ids(ids, self.steps.config.vocab, self.capacity, images, self.steps.config.hidden)
         rows = self.rows_for(1)
         cache, position = self.lend_cache(rows), 0
         for start in range(0, len(ids), self.chunk):
             part = list(ids[start : start + self.chunk])
             tokens, new = _grid([part] + [[]] * (rows - 1), self.chunk)
             starts = np.full(rows, position, np.int32)
-            scores, cache = self.steps.score(self.params, cache, tokens, starts, new)
+            seen = self.image_rows([images], starts, new, tokens.shape[1])
+            score = self.steps.score_images if seen else self.steps.score
+            scores, cache = score(self.params, cache, tokens, starts, new, *seen)
             position += len(part)
             yield np.asarray(scores)[0, : len(part)]  # cut on the host: a slice on the device compiles per length
         self.return_cache(rows, cache)
@@ -63,7 +76,7 @@ class Runner:
           RequestError: a request that cannot be run; nothing has started then.
         """
         for request in requests:
-            check(request, self.steps.config.vocab, self.capacity)
+            check(request, self.steps.config.vocab, self.capacity, self.steps.config.hidden)
             refuse_extras(request)
         return self._run(list(requests)) if requests else iter(())
 
@@ -80,6 +93,26 @@ class Runner:
     def open(self, requests: Sequence[Request]) -> "Batch":
         """Prefills the prompts of some requests and draws their first ids."""
         return Batch(self, list(requests))
+
+    def image_rows(
+        self, images: Sequence[Sequence[ImageSpan]], starts: np.ndarray, new: np.ndarray, width: int
+    ) -> tuple[ImageRows] | tuple[()]:
+        """The last argument of a call that sees parts of images, and none for one that sees text only.
+
+        Args:
+          images: of each row; rows behind the last have none.
+          starts: first position of each row, int32 [rows].
+          new: positions of each row, int32 [rows].
+          width: tokens of the call.
+        """
+        chunks: list[Chunk | None] = [None] * len(starts)
+        for row, spans in enumerate(images):
+            places = [Span(int(span.start), span.tokens, span.key) for span in spans]
+            chunks[row] = chunk_rows(places, [span.rows for span in spans], int(starts[row]), int(new[row]))
+        found = call_rows(chunks, width)
+        if found is None:
+            return ()
+        return (ImageRows(_host(found[0].astype(self.steps.precision.activation, copy=False)), _host(found[1])),)
 
     def rows_for(self, requests: int) -> int:
         """Batch size for some requests: a power of two times what the layout's batch axis needs."""
@@ -116,22 +149,27 @@ class Batch:
         self._random = any(request.temperature >= GREEDY_BELOW for request in requests)
         self.open_rows = set(range(len(requests)))
         self._cache = runner.lend_cache(self._count)
-        self._prefill([list(r.ids) for r in requests] + [[]] * (self._count - len(requests)), budget)
+        prompts = [list(r.ids) for r in requests] + [[]] * (self._count - len(requests))
+        self._prefill(prompts, [request.images for request in requests], budget)
 
-    def _prefill(self, prompts: list[list[int]], budget: Array) -> None:
-        chunk, params = self._runner.chunk, self._runner.params
+    def _prefill(self, prompts: list[list[int]], images: list[Sequence[ImageSpan]], budget: Array) -> None:
+        runner = self._runner
+        chunk, params = runner.chunk, runner.params
         position = np.zeros(self._count, np.int32)
         *ahead, last = prefill_calls([len(prompt) for prompt in prompts], chunk)
         for lengths in ahead:
             tokens, new = _prompt_part(prompts, position, lengths, chunk)
-            self._cache = self._steps.extend(params, self._cache, tokens, position, new)
+            seen = runner.image_rows(images, position, new, tokens.shape[1])
+            extend = self._steps.extend_images if seen else self._steps.extend
+            self._cache = extend(params, self._cache, tokens, position, new, *seen)
             position = position + new
         tokens, new = _prompt_part(prompts, position, last, chunk)
         status = np.where(np.arange(self._count) < len(self.open_rows), RUNNING, LENGTH).astype(np.int32)
         rows = Rows(*map(_host, (np.zeros(self._count, np.int32), position, budget, status)))
-        prefill = self._steps.prefill(random=self._random)
+        seen = runner.image_rows(images, position, new, tokens.shape[1])
+        prefill = (self._steps.prefill_images if seen else self._steps.prefill)(random=self._random)
         self._cache, self._rows, self._drawn = prefill(
-            params, self._cache, tokens, new, rows, self._sampling, self._limits
+            params, self._cache, tokens, new, rows, self._sampling, self._limits, *seen
         )
 
     def decode(self, steps: int | None = None) -> None:

@@ -7,12 +7,10 @@ from its prompt and drawn ids, to the same tokens. A group can always hold one f
 
 from bisect import insort
 
-import numpy as np
-
 from kimi_jax.engine.buckets import bucket
 from kimi_jax.engine.limits import EngineLimits
 from kimi_jax.engine.pages import Pool
-from kimi_jax.engine.prefix import PrefixTree
+from kimi_jax.engine.prefix import Match, PrefixTree
 from kimi_jax.engine.sequence import Sequence, goals
 
 MOST_ROWS = 8
@@ -99,21 +97,24 @@ class Scheduler:
         leaders = [running for running in self.running if running.prefilling and running.goals]
         if not leaders:
             return False
-        ids, page = np.asarray(sequence.ids, np.int32), self.limits.page
-        start = max(len(group.tree.match(sequence.ids).pages) for group in self.groups) * page
+        page, length = self.limits.page, len(sequence.ids)
+        start = max(len(self._match(group, sequence).pages) for group in self.groups) * page
         for leader in leaders:
-            ends = [
-                end for end in leader.goals if start < end < len(ids) and np.array_equal(ids[:end], leader.ids[:end])
-            ]
+            shared = min(sequence.common(leader, page), length - 1)
+            ends = [end for end in leader.goals if start < end <= shared]
             if ends:
                 sequence.behind, sequence.until = leader, ends[-1]
                 return True
         return False
 
+    @staticmethod
+    def _match(group: Group, sequence: Sequence) -> Match:
+        return group.tree.match(sequence.ids, sequence.marks)
+
     def _place(self, sequence: Sequence) -> tuple[int | None] | None:
         """Takes a slot and the pages of the prompt in the best group; None where no group has room."""
         page = self.limits.page
-        matches = [group.tree.match(sequence.ids) for group in self.groups]
+        matches = [self._match(group, sequence) for group in self.groups]
         order = sorted(
             (index for index, group in enumerate(self.groups) if group.slots.free),
             key=lambda i: (-len(matches[i].pages), -self.groups[i].slots.free, -self.groups[i].pages.free),
@@ -152,17 +153,23 @@ class Scheduler:
         if not waiting:
             return [], 0, 0
         chunk = self.limits.chunk
-        width = bucket(waiting[0].piece(chunk), chunk)
+        width = self._width(waiting[0])
         most = rows_of(width, chunk, self.limits.slots // len(self.groups))
         counts = [0] * len(self.groups)
         chosen = []
         for sequence in waiting:
             # a prompt that could fill a wider call waits for one of its own
-            if counts[sequence.group] < most and bucket(sequence.piece(chunk), chunk) <= width:
+            if counts[sequence.group] < most and self._width(sequence) <= width:
                 counts[sequence.group] += 1
                 chosen.append(sequence)
                 sequence.served = turn
         return chosen, 1 if max(counts) == 1 else most, width
+
+    def _width(self, sequence: Sequence) -> int:
+        """Width of the call that its next tokens need: whole where there are images, so that one program serves them all."""
+        chunk = self.limits.chunk
+        piece = sequence.piece(chunk)
+        return chunk if sequence.sees(piece) else bucket(piece, chunk)
 
     def reach(self, sequence: Sequence, tokens: int) -> None:
         """Books prompt tokens that a call has run, and where a checkpoint is wanted here, takes one to save to."""
@@ -176,7 +183,7 @@ class Scheduler:
     def publish(self, sequence: Sequence) -> None:
         """Lets later prompts start from the checkpoint just saved; only where the scores there are finite."""
         group = self.groups[sequence.group]
-        group.tree.publish(sequence.ids, sequence.pages, sequence.saved)
+        group.tree.publish(sequence.ids, sequence.pages, sequence.saved, sequence.marks)
         sequence.saved = {}
 
     # ---- decode

@@ -1,8 +1,12 @@
 """One request under way: its tokens, and what it holds of slots, pages and checkpoints."""
 
 from dataclasses import dataclass, field
+from itertools import zip_longest
+
+import numpy as np
 
 from kimi_jax.engine.request import Request
+from kimi_jax.media.prompt import Span, page_marks
 
 
 @dataclass(eq=False)
@@ -12,6 +16,8 @@ class Sequence:
     Attributes:
       number: by order of arrival; a smaller one comes first wherever there is a choice.
       request: as asked.
+      spans: where its images are.
+      marks: for each page of the prompt, which images it holds parts of; empty without images.
       ids: prompt and drawn ids; after a preemption all of them are run again.
       drawn: how many of ``ids`` were drawn.
       hit: prompt tokens found in the prefix cache when it was first admitted; None before.
@@ -40,6 +46,16 @@ class Sequence:
     served: int = 0
     behind: "Sequence | None" = None
     until: int = 0
+    spans: tuple[Span, ...] = ()
+    marks: tuple[bytes, ...] = ()
+
+    @classmethod
+    def of(cls, number: int, request: Request, page: int) -> "Sequence":
+        """A request that has just arrived."""
+        ids = [int(i) for i in request.ids]
+        spans = tuple(Span(int(image.start), image.tokens, image.key) for image in request.images)
+        marks = page_marks(spans, page, -(-len(ids) // page)) if spans else ()
+        return cls(number, request, ids, spans=spans, marks=tuple(marks))
 
     @property
     def budget(self) -> int:
@@ -60,6 +76,19 @@ class Sequence:
         """Tokens of its next prefill call: up to the chunk, the next goal, or the end."""
         end = self.goals[0] if self.goals else len(self.ids)
         return min(chunk, end - self.position)
+
+    def sees(self, tokens: int) -> bool:
+        """Whether there is a part of an image in its next tokens."""
+        return any(span.start < self.position + tokens and self.position < span.end for span in self.spans)
+
+    def common(self, other: "Sequence", page: int) -> int:
+        """How many of its first tokens are those of another, images included; exact at ends of pages."""
+        length = min(len(self.ids), len(other.ids))
+        differ = np.flatnonzero(np.not_equal(self.ids[:length], other.ids[:length]))
+        tokens = int(differ[0]) if differ.size else length
+        marks = zip_longest(self.marks, other.marks, fillvalue=b"")
+        seen = next((index * page for index, (mine, its) in enumerate(marks) if mine != its), tokens)
+        return min(tokens, seen)
 
 
 def goals(length: int, start: int, known: int, page: int, spacing: int) -> list[int]:

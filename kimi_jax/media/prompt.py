@@ -1,5 +1,6 @@
 """Pictures in a prompt of token ids: where their placeholders stand, what runs there, and what caches may reuse."""
 
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -111,10 +112,11 @@ def call_rows(
 def page_marks(spans: Sequence[Span], page: int, pages: int) -> list[bytes]:
     """What each of the first pages holds beside its ids: add it to the page's key, and another picture is another prefix.
 
-    The whole digest goes in, so that no two pictures are ever confused. Empty for a page without pictures.
+    Place, length and whole digest go in, so that no two pictures are ever confused. Empty for a page without pictures.
     """
     marks = [b""] * pages
     for span in spans:
+        mark = struct.pack("<3q", span.start, span.tokens, len(span.digest)) + span.digest
         for index in range(span.start // page, min(pages, -(-span.end // page))):
-            marks[index] += span.digest
+            marks[index] += mark
     return marks

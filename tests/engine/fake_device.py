@@ -12,7 +12,7 @@ from zlib import crc32
 
 import numpy as np
 
-from kimi_jax.engine.request import Request
+from kimi_jax.engine.request import ImageSpan, Request
 from kimi_jax.loop import BROKEN, LENGTH, RUNNING, STOPPED, Drawn, Limits, Rows
 from kimi_jax.ops.sample.api import GREEDY_BELOW, Alternatives, Sampling
 from kimi_jax.ops.sample.extras import BIAS, Extras
@@ -22,9 +22,25 @@ VOCAB = 97
 NAN = 3
 """An id that makes all scores after it not finite."""
 
+PLACE = 7
+"""An id that stands for rows of images; by itself it is an id like others."""
+
 POISON = 1 << 40
 PRIME = (1 << 61) - 1
 START = 1
+
+
+def image(start: int, tokens: int, name: int) -> ImageSpan:
+    """An image whose row ``i`` is remembered as the token ``VOCAB + 8 * name + i``."""
+    return ImageSpan(start, (np.arange(tokens) + 8.0 * name)[:, None].astype(np.float32), bytes([name]))
+
+
+def seen(ids: list[int], images: Any) -> list[int]:
+    """What the device remembers of a prompt: rows in the place of ids."""
+    found = list(ids)
+    for span in images:
+        found[span.start : span.end] = [VOCAB + int(value) for value in span.rows[:, 0]]
+    return found
 
 
 def after(state: int, token: int) -> int:
@@ -107,7 +123,8 @@ def alone(request: Request, capacity: int, allowed: np.ndarray) -> tuple[list[in
     ids, prompt = list(request.ids), len(request.ids)
     while True:
         words = packed(np.ones(VOCAB, bool)) if request.grammar is None else request.grammar.mask()
-        token = choose(ids, fold(ids), asked_by(request, ids, prompt), words, allowed)
+        told = seen(ids, request.images)
+        token = choose(told, fold(told), asked_by(request, ids, prompt), words, allowed)
         if token < 0:
             return ids[prompt:], "error"
         ids.append(token)
@@ -148,7 +165,8 @@ class FakeDevice:
 
     @property
     def steps(self) -> Any:
-        return SimpleNamespace(capacity=self.capacity, block=self.block, config=SimpleNamespace(vocab=VOCAB))
+        config, precision = SimpleNamespace(vocab=VOCAB, hidden=1), SimpleNamespace(activation=np.dtype(np.float32))
+        return SimpleNamespace(capacity=self.capacity, block=self.block, config=config, precision=precision)
 
     @property
     def table(self) -> int:
@@ -176,6 +194,14 @@ class FakeDevice:
 
     def prefill(self, params, cache, call, sampling, extras, limits: Limits):
         self._used("prefill", *call, *sampling, *extras, *limits)
+        return self._prefill(cache, call, call.ids, sampling, extras, limits)
+
+    def prefill_images(self, params, cache, call, images, sampling, extras, limits: Limits):
+        self._used("prefill_images", *call, *images, *sampling, *extras, *limits)
+        told = np.where(images.here, VOCAB + images.rows[..., 0].astype(int), call.ids)
+        return self._prefill(cache, call, told, sampling, extras, limits)
+
+    def _prefill(self, cache, call, told, sampling, extras, limits: Limits):
         rows = len(call.slots)
         local = [int(slot) for slot in call.slots]
         for group in range(self.groups):
@@ -192,7 +218,7 @@ class FakeDevice:
             group = row // (rows // self.groups)
             assert 1 <= call.new[row] <= call.ids.shape[1] and call.start[row] + call.new[row] <= self.capacity
             for offset in range(call.new[row]):
-                self._write(cache, group, slot, call.tables[row], position[row], call.ids[row, offset])
+                self._write(cache, group, slot, call.tables[row], position[row], told[row, offset])
                 position[row] += 1
             status[row] = BROKEN if cache.states[group, slot] == 0 else WAITING
             if call.last[row]:

@@ -1,5 +1,6 @@
 """An engine on the fake device, watched: after every call what is freed is poisoned, and all that is held must add up."""
 
+import struct
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -42,7 +43,7 @@ class Life:
     def __init__(self, limits: EngineLimits, groups: int = 1, block: int = BLOCK) -> None:
         self.device = FakeDevice(CAPACITY, block, limits.slots, limits.pages, limits.page, limits.checkpoints, groups)
         self.allowed = ~np.isin(np.arange(VOCAB), [11, fake.NAN])
-        self.engine = Engine(self.device, {}, self.allowed, limits)
+        self.engine = Engine(self.device, {}, self.allowed, limits, images=True)
         self.engine.warm()
         self.compiled = set(self.device.shapes)
         self.asked: dict[int, Request] = {}
@@ -113,7 +114,12 @@ class Life:
 
     def _nodes(self, node, before):
         for child in node.children.values():
-            tokens = before + np.frombuffer(child.key, np.int32).tolist()
+            ids, marks = child.key[: 4 * PAGE], child.key[4 * PAGE :]
+            tokens = before + np.frombuffer(ids, np.int32).tolist()
+            while marks:
+                start, length, size = struct.unpack_from("<3q", marks)
+                (name,), marks = marks[24 : 24 + size], marks[24 + size :]
+                tokens = fake.seen(tokens, [fake.image(start, length, name)])[: len(before) + PAGE]
             yield child, tokens
             yield from self._nodes(child, tokens)
 
@@ -163,6 +169,11 @@ PHRASES = [np.random.default_rng(seed).integers(12, VOCAB, CAPACITY).tolist() fo
 def requests(draw) -> Request:
     """Prompts that share starts, and every kind of sampling."""
     shared = draw(st.sampled_from(PHRASES))[: draw(st.integers(0, CAPACITY - 4))]
+    places, images = draw(st.sampled_from([(), ((3, 6),), ((4, 4),), ((1, 2), (3, 7))])), []
+    if places and places[-1][0] + places[-1][1] <= len(shared):
+        for start, length in places:  # images of two names at equal ids, and ids of images without any
+            shared[start : start + length] = [fake.PLACE] * length
+        images = [fake.image(*place, draw(st.integers(0, 1))) for place in places] if draw(st.booleans()) else []
     own = draw(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=3))
     plain = {
         "max_tokens": draw(st.sampled_from([1, 2, 5, 9, 20, 30])),
@@ -171,7 +182,7 @@ def requests(draw) -> Request:
     warm = {"temperature": 0.7, "seed": draw(st.integers(0, 3)), "top_p": 0.9}
     extras = {"frequency_penalty": 0.5, "bias": {7: 2.0, 3: -1.0}, "min_p": 0.1, "logprobs": 2}
     kinds = [{}, warm, extras, {"repetition_penalty": 1.3, **warm}, {"grammar": Parity(draw(st.integers(1, 9)))}]
-    return Request([*shared, *own], **plain, **draw(st.sampled_from(kinds)))
+    return Request([*shared, *own], **plain, images=images, **draw(st.sampled_from(kinds)))
 
 
 def steps() -> st.SearchStrategy[list]:

@@ -2,10 +2,10 @@
 
 import pytest
 
-from kimi_jax.engine.engine import EngineFull
+from kimi_jax.engine.engine import Engine, EngineFull
 from kimi_jax.engine.limits import EngineLimits
 from kimi_jax.engine.request import Request, RequestError
-from tests.engine.fake_device import NAN
+from tests.engine.fake_device import NAN, PLACE, image
 from tests.engine.life import CAPACITY, PAGE, PHRASES, Life, Parity
 
 ROOMY = {"slots": 4, "pages": 40, "checkpoints": 8, "queue": 16, "page": PAGE, "chunk": 16, "spacing": 8}
@@ -104,6 +104,29 @@ class TestCancel:
         one.check()
 
 
+class TestImages:
+    @pytest.mark.parametrize("chunk", [1, 3, 16, 40])
+    def test_any_chunks_beside_text(self, chunk):
+        # red when a border inside an image loses its place, or a call with an image makes another program (PF-64)
+        one = life(chunk=chunk)
+        one.submit(Request([20] * 5, max_tokens=6))
+        one.submit(Request([21, *[PLACE] * 13, 22], max_tokens=6, images=[image(1, 6, 0), image(7, 7, 1)]))
+        one.submit(Request([23, *[PLACE] * 2, 24], max_tokens=6, images=[image(1, 2, 2)]))
+        one.submit(Request([25, *[PLACE] * 2, 24], max_tokens=6))
+        one.run()
+        one.check()
+        assert any(name == "prefill_images" for name, *_ in one.device.shapes)
+
+    def test_an_engine_for_text_refuses_them(self):
+        one = life()
+        text = Engine(one.device, {}, one.allowed, one.engine.limits)
+        before = len(one.device.shapes)
+        text.warm()
+        assert len(one.device.shapes) == before
+        with pytest.raises(RequestError, match="1 images; this engine was built for text only"):
+            text.submit(Request([PLACE, 9], images=[image(0, 1, 0)]))
+
+
 class TestPrefix:
     def test_a_second_prompt_starts_where_the_first_left_off(self):  # PF-36: A, B, A; PF-38
         one = life()
@@ -122,6 +145,34 @@ class TestPrefix:
         one.run()
         assert [one.engine.cached_tokens(number) for number in numbers] == [0, 12, 12, 12]
         assert len({tuple(drawn(one, number)) for number in numbers}) == 4
+        one.check()
+
+    def test_the_same_image_is_found_and_another_is_not(self):  # PF-36 with images at equal ids
+        one = life(chunk=3)
+        ids = [20, 21, *[PLACE] * 9, 22]
+        cached = []
+        for name, asked in ((0, ids), (1, ids), (0, ids), (1, [*ids[:-1], 23]), (0, [*ids[:2], *ids])):
+            start = 2 if len(asked) == len(ids) else 4
+            number = one.submit(Request(asked, max_tokens=3, images=[image(start, 9, name)]))
+            one.run()
+            cached.append(one.engine.cached_tokens(number))
+        number = one.submit(Request(ids, max_tokens=3))  # the same ids and no image
+        one.run()
+        assert [*cached, one.engine.cached_tokens(number)] == [0, 0, 8, 8, 0, 0]  # red when only ids make a prefix
+        one.check()
+
+    def test_a_prompt_waits_for_one_that_runs_the_same_image_only(self):
+        one = life(chunk=4)
+        asked = [
+            Request([*[PLACE] * 9, end], max_tokens=1, images=[image(0, 9, name)])
+            for name, end in ((0, 20), (1, 21), (0, 22))
+        ]
+        numbers = [one.submit(request) for request in asked]
+        one.turn()
+        # red when the second waits for what will be of no use to it, or the third does not
+        assert [sequence.number for sequence in one.engine._scheduler.queue] == numbers[2:]
+        one.run()
+        assert [one.engine.cached_tokens(number) for number in numbers] == [0, 0, 8]
         one.check()
 
     def test_prompts_that_part_leave_a_checkpoint_there(self):

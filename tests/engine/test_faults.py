@@ -3,6 +3,8 @@
 What the properties promise is worth as much as what this shows: a fault that no test sees would be a test that cannot fail.
 """
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -13,12 +15,13 @@ from kimi_jax.engine.pages import Pool
 from kimi_jax.engine.prefix import Match, PrefixTree
 from kimi_jax.engine.request import Request
 from kimi_jax.engine.scheduler import Scheduler
-from tests.engine.fake_device import NAN, FakeDevice
+from kimi_jax.layers.image_rows import ImageRows
+from tests.engine.fake_device import NAN, PLACE, FakeDevice, image
 from tests.engine.life import PAGE, PHRASES, Life, Parity
 
 
 def busy(groups: int) -> None:
-    """Prompts that share starts, long answers on few pages, cancels, and every kind of sampling."""
+    """Prompts that share starts, long answers on few pages, cancels, images, and every kind of sampling."""
     life = Life(EngineLimits(4 * groups, 8 * groups, 3 * groups, queue=64, page=PAGE, chunk=3, spacing=8), groups)
     extras = [
         {"frequency_penalty": 0.5},
@@ -36,11 +39,17 @@ def busy(groups: int) -> None:
             prompt = [*PHRASES[index % 2][: 13 - 4 * round], 20 + index]
             life.submit(Request(prompt, max_tokens=4 + index, **extras[(round + index) % 4]))
             life.submit(Request([30 + index], max_tokens=20, seed=index, **extras[index]))
+        if round:  # two prompts of equal ids and other images, and an end that only one has
+            ids = [*PHRASES[0][:2], *[PLACE] * 9, *PHRASES[0][2:4]]
+            for name in (0, 1, 0):
+                images = [image(2, 5, name), image(7, 4, 1)]
+                life.submit(Request(ids, max_tokens=8, images=images, **extras[name]))
+            life.submit(Request(ids, max_tokens=8))
         life.submit(Request([*PHRASES[2][:5], NAN, *PHRASES[2][:4]], max_tokens=9))
         for _ in range(4):
             life.turn()
         life.cancel(9 * round + 5)
-        life.cancel(9 * round + 9)
+        life.cancel(9 * round + 9 + 4 * (round > 0))
     life.run()
     for prompt in (PHRASES[1][:15], [*PHRASES[1][:6], 40]):  # parts where no checkpoint is
         life.submit(Request(prompt, max_tokens=3))
@@ -100,10 +109,10 @@ def checkpoint_one_page_late(plant):
 def start_past_the_checkpoint(plant):
     match = PrefixTree.match
 
-    def far(self, ids):
-        found = match(self, ids)
+    def far(self, ids, marks):
+        found = match(self, ids, marks)
         node, pages = self._root, []
-        for key in self._keys(ids, found.known // PAGE):
+        for key in self._keys(ids, marks, found.known // PAGE):
             node = node.children[key]
             pages.append(node.page)
         return Match(tuple(pages), found.checkpoint, found.known)
@@ -168,6 +177,43 @@ def pages_of_another_group(plant):
         return np.roll(tables, 1, axis=0), rows
 
     plant.setattr(batch, "decode_rows", turned)
+
+
+def other_images_count_as_the_same(plant):
+    # in the tree
+    plant.setattr(
+        PrefixTree, "_keys", lambda self, ids, marks, count, keys=PrefixTree._keys: keys(self, ids, (), count)
+    )
+
+
+def an_image_begins_anew_in_every_chunk(plant):
+    chunk_rows = batch.chunk_rows
+
+    def anew(spans, rows, start, count):
+        moved = [replace(span, start=max(span.start, start)) for span in spans]
+        return chunk_rows(moved, rows, start, count)
+
+    plant.setattr(batch, "chunk_rows", anew)
+
+
+def images_lost_when_taken_back(plant):
+    preempt = Scheduler.preempt
+
+    def forget(self, sequence):
+        sequence.spans = ()
+        preempt(self, sequence)
+
+    plant.setattr(Scheduler, "preempt", forget)
+
+
+def images_of_the_neighbour(plant):
+    image_rows = batch.image_rows
+
+    def turned(*given):
+        found = image_rows(*given)
+        return found and ImageRows(np.roll(found.rows, 1, axis=0), np.roll(found.here, 1, axis=0))
+
+    plant.setattr(batch, "image_rows", turned)
 
 
 def a_cancelled_request_stays(plant):

@@ -92,11 +92,22 @@ def test_rows_of_a_call():
 def test_marks_of_pages():
     # red when a page with a part of a picture has no mark of it, or one without has one
     spans = find_spans(prompt(3, 4, 2, 1, 6), PAD, [(4, b"A"), (1, b"B")])
-    assert page_marks(spans, 4, 4) == [b"A", b"A", b"B", b""]
-    assert page_marks(spans, 5, 3) == [b"A", b"AB", b""]
-    assert page_marks(spans, 4, 1) == [b"A"]
+    a, again, b, nothing = page_marks(spans, 4, 4)
+    assert a == again != b and b and not nothing
+    assert page_marks(spans, 5, 3) == [a, a + b, b""]
+    assert page_marks(spans, 4, 1) == [a]
     other = find_spans(prompt(3, 4, 2, 1, 6), PAD, [(4, b"A"), (1, b"C")])
-    assert page_marks(other, 4, 4) == [b"A", b"A", b"C", b""]
+    assert page_marks(other, 4, 2) == [a, a]
+    assert page_marks(other, 4, 4)[2] != b
+
+
+def test_marks_that_must_differ():
+    # red when digests run into one another, or one picture of six places counts as two of three
+    def marks(*pictures):
+        return page_marks(find_spans([PAD] * 6, PAD, pictures), 8, 1)
+
+    several = [((3, b"A"), (3, b"BC")), ((3, b"AB"), (3, b"C")), ((6, b"ABC"),), ((2, b"A"), (4, b"BC"))]
+    assert len({marks(*pictures)[0] for pictures in several}) == len(several)
 
 
 @pytest.fixture(scope="module")
