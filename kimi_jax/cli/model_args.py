@@ -3,6 +3,7 @@
 import argparse
 import sys
 from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from kimi_jax.problems import ProblemsError
@@ -61,7 +62,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 
 def chosen_layout(args: argparse.Namespace) -> "Layout":
     """The layout that ``--layout`` or ``--tensor-parallel-size`` asks for."""
-    from kimi_jax.placement.layout import Layout, load_layout
+    from kimi_jax.placement.layout import load_layout
 
     size = args.tensor_parallel_size
     if size is None:
@@ -75,7 +76,7 @@ def chosen_layout(args: argparse.Namespace) -> "Layout":
         raise ArgumentError("This placement cannot be made", problems)
     whole = load_layout("tp8")
     mesh = {**whole.mesh, "tensor": size}
-    return Layout(f"tp{size}", f"tp8 over {size} devices", mesh, whole.axes, whole.cache, whole.strict)
+    return replace(whole, name=f"tp{size}", description=f"tp8 over {size} devices", mesh=mesh)
 
 
 def prepare_devices(layout: "Layout") -> None:

@@ -27,10 +27,12 @@ class Parallel:
     Attributes:
       mesh: (mesh axis, size) of the axes larger than 1, in mesh order.
       axes: (named axis, its mesh axes larger than 1, most significant first) of the axes that are cut.
+      interleave: consecutive positions of a cut sequence that lie on one device.
     """
 
     mesh: tuple[tuple[str, int], ...] = ()
     axes: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    interleave: int = 1
 
     @classmethod
     def single(cls) -> Parallel:
@@ -42,7 +44,8 @@ class Parallel:
         """The collectives of a layout."""
         mesh = {axis: size for axis, size in layout.mesh.items() if size > 1}
         cut = {axis: tuple(m for m in layout.mesh_axes(axis) if m in mesh) for axis in AXES}
-        return cls(tuple(mesh.items()), tuple((axis, mesh_axes) for axis, mesh_axes in cut.items() if mesh_axes))
+        found = tuple((axis, mesh_axes) for axis, mesh_axes in cut.items() if mesh_axes)
+        return cls(tuple(mesh.items()), found, layout.interleave)
 
     def mesh_axes(self, *names: str) -> tuple[str, ...]:
         """Mesh axes that cut any of the named axes: in the order of the layout for one name, of the mesh for several.
@@ -94,6 +97,32 @@ class Parallel:
         """Join the shares of a named axis along dim `axis`, in the order of a PartitionSpec."""
         mesh_axes = self.mesh_axes(name)
         return lax.all_gather(x, mesh_axes, axis=axis % x.ndim, tiled=True) if mesh_axes else x
+
+    def stacked(self, x: Shaped[Array, "..."], name: str) -> Shaped[Array, "parts ..."]:
+        """What every share of a named axis holds, along a new first dim in the order of `index`."""
+        mesh_axes = self.mesh_axes(name)
+        return lax.all_gather(x, mesh_axes, axis=0, tiled=False) if mesh_axes else x[None]
+
+    def gather_among(self, x: Shaped[Array, "..."], name: str, among: str, axis: int) -> Shaped[Array, "..."]:
+        """Join along dim `axis`, which `among` cuts, what the shares of `name` hold of it: all that those devices hold.
+
+        The identity over mesh axes that do not cut `among`: their devices hold the same.
+        """
+        mesh_axes = self._both(name, among)
+        return lax.all_gather(x, mesh_axes, axis=axis % x.ndim, tiled=True) if mesh_axes else x
+
+    def scatter_among(self, x: Shaped[Array, "..."], name: str, among: str, axis: int) -> Shaped[Array, "..."]:
+        """Sum over the shares of `name`, each of which ends with its own part of dim `axis`: back from `gather_among`."""
+        mesh_axes = self._both(name, among)
+        rest = tuple(mesh_axis for mesh_axis in self.mesh_axes(name) if mesh_axis not in mesh_axes)
+        if mesh_axes:
+            x = lax.psum_scatter(x, mesh_axes, scatter_dimension=axis % x.ndim, tiled=True)
+        return lax.psum(x, rest) if rest else x
+
+    def _both(self, name: str, among: str) -> tuple[str, ...]:
+        """Mesh axes that cut both, in the order of `name`."""
+        cut = self.mesh_axes(among)
+        return tuple(mesh_axis for mesh_axis in self.mesh_axes(name) if mesh_axis in cut)
 
     def all_gather_together(self, parts: Sequence[tuple[Shaped[Array, "..."], str]]) -> list[Shaped[Array, "..."]]:
         """Join the last dims of several arrays, each over its named axis, in one collective where their mesh axes agree.

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 from kimi_jax.placement import toml_file
 from kimi_jax.placement.axes import AXES, ArraySpec
 from kimi_jax.placement.groups import GroupSplit
-from kimi_jax.placement.validate import Fit, cut_problem, fit, mapping_problems
+from kimi_jax.placement.validate import Fit, cut_problem, fit, interleave_problems, mapping_problems
 from kimi_jax.problems import ProblemsError, nearest
 
 FILE_KEYS = ("description", "mesh", "axes", "cache", "strict")
@@ -37,6 +37,7 @@ class Layout:
       mesh: mesh axis -> size, in the order of the mesh; the product is the number of devices.
       axes: named axis -> mesh axes, most significant first. A name that is absent is replicated.
       cache: the same for the axes that only caches have (sequence, pages).
+      interleave: consecutive positions of a cut sequence that lie on one device before the next device's begin.
       strict: refuse to cut a group of 32 expert units instead of padding it.
 
     Raises:
@@ -49,10 +50,11 @@ class Layout:
     axes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     cache: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     strict: bool = False
+    interleave: int = 1
 
     def __post_init__(self) -> None:
         axes, cache = _mesh_axes_of(self.axes), _mesh_axes_of(self.cache)
-        problems = mapping_problems(self.mesh, axes, cache)
+        problems = [*mapping_problems(self.mesh, axes, cache), *interleave_problems(self.interleave)]
         if problems:
             raise LayoutError(f'Layout "{self.name}" contradicts itself', problems)
         object.__setattr__(self, "mesh", MappingProxyType(dict(self.mesh)))
@@ -60,11 +62,13 @@ class Layout:
         object.__setattr__(self, "cache", MappingProxyType({k: v for k, v in cache.items() if v}))
 
     def __hash__(self) -> int:
-        return hash((self.name, *self.mesh.items(), *self.axes.items(), *self.cache.items(), self.strict))
+        return hash(
+            (self.name, *self.mesh.items(), *self.axes.items(), *self.cache.items(), self.strict, self.interleave)
+        )
 
     def __reduce__(self) -> tuple[Any, ...]:  # a mapping proxy cannot be copied or pickled
         mappings = (dict(self.mesh), dict(self.axes), dict(self.cache))
-        return Layout, (self.name, self.description, *mappings, self.strict)
+        return Layout, (self.name, self.description, *mappings, self.strict, self.interleave)
 
     @property
     def devices(self) -> int:
@@ -86,6 +90,12 @@ class Layout:
     def parts(self, axis: str | None) -> int:
         """How many pieces a named axis is cut into."""
         return math.prod(self.mesh[mesh_axis] for mesh_axis in self.mesh_axes(axis))
+
+    def held_positions(self, tokens: int) -> int:
+        """Positions that a cache needs for `tokens` tokens: whole turns of the devices that share a sequence."""
+        parts = self.parts("sequence")
+        turn = parts * self.interleave if parts > 1 else 1
+        return -(-tokens // turn) * turn
 
     def spec(self, array: ArraySpec) -> PartitionSpec:
         """The PartitionSpec of an array, one entry per dim."""
@@ -212,19 +222,22 @@ def _read(layout: str | Path) -> tuple[Path, dict[str, Any], list[str]]:
         wrong = toml_file.wrong_type(table, section, dict, "")
         problems += wrong
         tables[section] = {} if wrong else dict(table.get(section, {}))
+    interleave = tables["cache"].pop("interleave", 1)
     for section in ("axes", "cache"):
         for name, value in list(tables[section].items()):
             if not _is_mesh_axes(value):
                 problems.append(f"[{section}] {name} must be a mesh axis or a list of them, got {value!r}")
                 del tables[section][name]
     axes, cache = _mesh_axes_of(tables["axes"]), _mesh_axes_of(tables["cache"])
-    problems += mapping_problems(tables["mesh"], axes, cache)
+    wrong_run = interleave_problems(interleave)
+    problems += [*mapping_problems(tables["mesh"], axes, cache), *wrong_run]
     read = {
         "description": "" if wrong_text else table.get("description", ""),
         "mesh": tables["mesh"],
         "axes": axes,
         "cache": cache,
         "strict": False if wrong_flag else table.get("strict", False),
+        "interleave": 1 if wrong_run else interleave,
     }
     return path, read, problems
 

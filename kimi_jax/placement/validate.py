@@ -36,7 +36,14 @@ def mapping_problems(mesh: Mapping[str, int], axes: Mapped, cache: Mapped) -> li
                 problems.append(f"{name} = {list(mesh_axes)} names one mesh axis twice")
             if mesh_axes and name in AXES and AXES[name].never_cut:
                 problems.append(f'{name} ({AXES[name].meaning}) is never cut; remove it or map it to ""')
-    return problems + _data_problems(mesh, axes)
+    return problems + _data_problems(mesh, {**axes, **{name: cache[name] for name in cache if name == "sequence"}})
+
+
+def interleave_problems(run: object) -> list[str]:
+    """What is wrong with the number of consecutive positions that a device gets of a cut sequence."""
+    if type(run) is int and run >= 1:
+        return []
+    return [f"[cache] interleave = {run!r}: consecutive positions on one device, a whole number of at least 1"]
 
 
 _OTHER_DATA = {

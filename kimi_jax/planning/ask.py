@@ -68,8 +68,8 @@ class Ask:
 
     @property
     def length(self) -> int:
-        """Tokens that are held per sequence: the context in equal shares over the devices that split it."""
-        return _whole_shares(self.context, self.layout.parts("sequence"))
+        """Tokens that are held per sequence: the context in whole turns of the devices that split it."""
+        return self.layout.held_positions(self.context)
 
     @property
     def chunk(self) -> int:
@@ -127,7 +127,7 @@ def with_options(ask: Ask) -> Layout:
         axes = {**{axis: heads for axis, size in sizes.items() if size % layout.parts("heads") == 0}, **axes}
     if axes == dict(layout.axes):
         return layout
-    return Layout(layout.name, layout.description, layout.mesh, axes, layout.cache, layout.strict)
+    return replace(layout, axes=axes)
 
 
 def text_parameters(config: KimiConfig, precision: Precision, fp8: Fp8Policy, target: str) -> Arrays:

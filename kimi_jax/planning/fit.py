@@ -224,14 +224,14 @@ def split_over_heads(layout: Layout, names: Sequence[str]) -> Layout:
     axes, cache = dict(layout.axes), dict(layout.cache)
     for name in names:
         (cache if AXES[name].owner == "cache" else axes)[name] = heads
-    return Layout(f"{layout.name}+{'+'.join(names)}", "", layout.mesh, axes, cache, layout.strict)
+    return replace(layout, name=f"{layout.name}+{'+'.join(names)}", description="", axes=axes, cache=cache)
 
 
 def _layout_option(layout: Layout, base: Layout) -> str:
     """The shipped layout that places everything alike, or what to add to a copy of the one it was made from."""
     for name in shipped_names("layouts"):
         other = load_layout(name)
-        if (other.mesh, other.axes, other.cache) == (layout.mesh, layout.axes, layout.cache):
+        if replace(other, name=layout.name, description=layout.description) == layout:
             return f"--layout {name}"
     added = {**layout.axes, **layout.cache}.items() - {**base.axes, **base.cache}.items()
     lines = ", ".join(f"{axis} = {list(mesh_axes)}" for axis, mesh_axes in sorted(added))
@@ -253,7 +253,7 @@ def _more_devices(ask: Ask) -> Iterator[Change]:
     axis = heads[0] if heads else next(iter(layout.mesh))
     for size in range(layout.mesh[axis] + 1, LARGEST_MESH + 1):
         mesh = {**layout.mesh, axis: size}
-        larger = Layout(f"{layout.name} with {axis} = {size}", "", mesh, layout.axes, layout.cache, layout.strict)
+        larger = replace(layout, name=f"{layout.name} with {axis} = {size}", description="", mesh=mesh)
         more = changed(ask, layout=larger)
         if heads and fits_arrays(more):
             option = f"--layout FILE (a copy of {layout.name} with {axis} = {size})"

@@ -1,8 +1,7 @@
 """Whether splitting latent projections, router and query latent pays: bytes saved against collectives added."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from kimi_jax.placement.layout import Layout
 from kimi_jax.planning.ask import Ask, changed
 from kimi_jax.planning.bounds import decode
 from kimi_jax.planning.fit import LEAN_AXES, fits_arrays, split_over_heads
@@ -44,7 +43,7 @@ def latent_trade(ask: Ask) -> Trade | None:
     """The trade for an ask's layout and batch; None where heads are whole or the arrays cannot be split so."""
     layout = ask.layout
     axes = {axis: mesh_axes for axis, mesh_axes in layout.axes.items() if axis not in LEAN_AXES}
-    whole = changed(ask, layout=Layout(layout.name, "", layout.mesh, axes, layout.cache, layout.strict))
+    whole = changed(ask, layout=replace(layout, description="", axes=axes))
     if layout.parts("heads") == 1:
         return None
     split = changed(ask, layout=split_over_heads(whole.layout, LEAN_AXES))

@@ -171,3 +171,19 @@ def test_array_spec_refuses_dims_that_do_not_fit_together():
         ArraySpec((4, 4), np.uint8, ("heads",))
     with pytest.raises(ValueError, match="96 units cannot fill 100"):
         ArraySpec((100,), np.uint8, ("heads",), (96,))
+
+
+def test_how_a_sequence_is_dealt_is_read_and_checked(tmp_path: Path):
+    # Red when the number is read as a mesh axis or ignored, or a wrong one is reported apart from the other problems.
+    path = tmp_path / "mine.toml"
+    path.write_text('[mesh]\ntensor = 4\n[axes]\nheads = "tensor"\n[cache]\nsequence = "tensor"\ninterleave = 2\n')
+    layout = load_layout(path)
+    assert (layout.interleave, layout.parts("sequence")) == (2, 4)
+    assert [layout.held_positions(tokens) for tokens in (1, 8, 9, 1000)] == [8, 8, 16, 1000]
+    assert load_layout("tp8").held_positions(9) == 9  # a whole sequence has no turns
+    path.write_text('[mesh]\ntensor = 4\n[axes]\nbatch = "tensor"\n[cache]\nsequence = "tensor"\ninterleave = "2"\n')
+    with pytest.raises(LayoutError) as caught:
+        load_layout(path)
+    assert len(caught.value.problems) == 2
+    assert "interleave = '2': consecutive positions on one device, a whole number" in str(caught.value)
+    assert 'sequence and batch both lie on mesh axis "tensor"' in str(caught.value)
