@@ -10,11 +10,11 @@ from typing import Any, NamedTuple, Protocol, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from kimi_jax.config import IndexerConfig, KimiConfig
 from kimi_jax.ops.implementation import Impl, choose
-from kimi_jax.ops.indexer.keys import IndexCache
+from kimi_jax.ops.indexer.keys import IndexCache, encode
 from kimi_jax.ops.mla import write as mla_write
 from kimi_jax.ops.sample.extras import Seen
 from kimi_jax.placement.axes import ArraySpec
@@ -171,17 +171,44 @@ def write_rows(
         if norm is not None:
             width = norm.weight.shape[0]
             new = jnp.concatenate([norm(new[..., :width]), new[..., width:]], axis=-1)
-        new = _saturated(new, latent.dtype)
-        return (
-            _write_slices(latent, new, starts, counts)
-            if pages is None
-            else _scatter(latent, new, starts, counts, pages)
-        )
+        return _store(latent, _saturated(new, latent.dtype), starts, counts, pages)
     run = choose(
         "cache.write_rows", impl, {"pallas": mla_write.write, "interpret": partial(mla_write.write, interpret=True)}
     )
     weight, eps = (None, 0.0) if norm is None else (norm.weight[...], norm.eps)
     return run(latent, new, starts, counts, weight, pages, eps=eps)
+
+
+def write_keys(
+    index: IndexCache,
+    keys: Float[Array, "rows tokens width"],
+    starts: Int[Array, " rows"],
+    counts: Int[Array, " rows"],
+    *,
+    pages: Int[Array, "rows pages"] | None = None,
+) -> IndexCache:
+    """Stores the first ``counts[b]`` new index keys of each sequence in the cache's format, where :func:`write_rows` stores rows.
+
+    Args:
+      pages: as for :func:`write_rows`; keys and scales lie in the same pages as the latent rows.
+    """
+    written = []
+    for held, new in zip(jax.tree.leaves(index), jax.tree.leaves(encode(keys, index)), strict=True):
+        flat = (*held.shape[:2], -1)
+        written.append(
+            _store(held.reshape(flat), new.reshape(*new.shape[:2], -1), starts, counts, pages).reshape(held.shape)
+        )
+    return jax.tree.unflatten(jax.tree.structure(index), written)
+
+
+def _store(
+    held: Shaped[Array, "pool page width"],
+    new: Shaped[Array, "rows tokens width"],
+    starts: Int[Array, " rows"],
+    counts: Int[Array, " rows"],
+    pages: Int[Array, "rows pages"] | None,
+) -> Shaped[Array, "pool page width"]:
+    return _write_slices(held, new, starts, counts) if pages is None else _scatter(held, new, starts, counts, pages)
 
 
 def _saturated(new: Float[Array, "rows tokens row_dim"], dtype: Any) -> Float[Array, "rows tokens row_dim"]:
@@ -192,12 +219,12 @@ def _saturated(new: Float[Array, "rows tokens row_dim"], dtype: Any) -> Float[Ar
 
 
 def _scatter(
-    pool: Float[Array, "pool page row_dim"],
-    new: Float[Array, "rows tokens row_dim"],
+    pool: Shaped[Array, "pool page width"],
+    new: Shaped[Array, "rows tokens width"],
     starts: Int[Array, " rows"],
     counts: Int[Array, " rows"],
     pages: Int[Array, "rows pages"],
-) -> Float[Array, "pool page row_dim"]:
+) -> Shaped[Array, "pool page width"]:
     """Into pages, for XLA."""
     offset = jnp.arange(new.shape[1])
     position = starts[:, None] + offset
@@ -207,17 +234,17 @@ def _scatter(
 
 
 def _write_slices(
-    latent: Float[Array, "rows length row_dim"],
-    new: Float[Array, "rows tokens row_dim"],
+    latent: Shaped[Array, "rows length width"],
+    new: Shaped[Array, "rows tokens width"],
     starts: Int[Array, " rows"],
     counts: Int[Array, " rows"],
-) -> Float[Array, "rows length row_dim"]:
+) -> Shaped[Array, "rows length width"]:
     """Row by row, for XLA."""
     size = min(new.shape[1], latent.shape[1])
 
     def write(
-        row: int | Int[Array, ""], held: Float[Array, "rows length row_dim"]
-    ) -> Float[Array, "rows length row_dim"]:
+        row: int | Int[Array, ""], held: Shaped[Array, "rows length width"]
+    ) -> Shaped[Array, "rows length width"]:
         # slices, not a scatter: a CPU widens the whole of a narrow cache to scatter into it. They clamp at the end, so old rows
         # under the window are put back.
         first = jnp.clip(starts[row], 0, latent.shape[1] - size)

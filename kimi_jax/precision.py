@@ -41,7 +41,7 @@ class Precision:
       experts: routed experts as the checkpoint's MXFP4 bytes, or as one int8 code a value beside the same scale bytes: twice the
         memory and the same values, which a CPU reads about twice as fast.
       index: keys of the sparse indexer's cache (K3.1 Pro): a float dtype, ``fp8`` (e4m3fn, one float32 scale a key) or
-        ``mxfp4`` (codes, one scale byte per 32 channels).
+        ``mxfp4`` (codes, one scale byte per 32 channels). On CPU bfloat16 keys are held as float32, as latent rows are.
     """
 
     activation: np.dtype[Any] = BFLOAT16
@@ -87,14 +87,14 @@ def choose_precision(
     if problems:
         raise PrecisionError("This precision cannot be used", problems)
     activation, on_cpu = ACTIVATIONS[dtype], platform == "cpu"
-    latent = LATENTS[kv_dtype or dtype]
+    latent, index = LATENTS[kv_dtype or dtype], cast(IndexForm, index_dtype or dtype)
     return Precision(
         activation=activation,
         operand=FLOAT32 if on_cpu else activation,
         projection=cpu_projection() if on_cpu else activation,
         latent=FLOAT32 if on_cpu and latent == BFLOAT16 else latent,
         experts=experts,
-        index=cast(IndexForm, index_dtype or dtype),
+        index="float32" if on_cpu and index == "bfloat16" else index,
     )
 
 

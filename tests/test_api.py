@@ -13,7 +13,6 @@ from kimi_jax.engine.request import RequestError
 from kimi_jax.problems import ProblemsError
 from kimi_jax.testing.checkpoints import write_random_checkpoint
 from kimi_jax.testing.configs import config_json
-from tests.conftest import FIXTURES
 
 SMALL = {"num_hidden_layers": 2, "full_attention": (2,), "hidden_size": 64, "num_experts": 4}
 
@@ -157,11 +156,6 @@ class TestLoad:
         (without_weights / "config.json").write_text(json.dumps(config_json("tiny", **SMALL)))
         with pytest.raises(CheckpointError):
             load(without_weights)
-
-    def test_k31_pro_is_named_as_not_built(self, tmp_path):
-        (tmp_path / "config.json").write_text((FIXTURES / "k31-tiny-config.json").read_text())
-        with pytest.raises(LoadError, match=r"sparse indexer of K3\.1 Pro is not built yet"):
-            load(tmp_path)
 
     def test_a_tokenizer_of_another_size(self, tmp_path):
         made = write_random_checkpoint(tmp_path / "a", config_json("tiny", **SMALL))

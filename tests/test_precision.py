@@ -21,6 +21,7 @@ def test_what_a_cpu_widens_keeps_its_values():
     assert precision.activation == jnp.bfloat16  # red when CPU computes in float32: rounding points would be lost
     assert precision.operand == precision.latent == np.float32
     assert choose_precision("bfloat16", "fp8", "cpu").latent == jnp.float8_e4m3fn
+    assert (precision.index, choose_precision("bfloat16", platform="rocm").index) == ("float32", "bfloat16")
 
 
 @pytest.mark.parametrize(

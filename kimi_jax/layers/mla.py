@@ -1,18 +1,22 @@
-"""Gated latent attention without positions (text-model section 3.2)."""
+"""Gated latent attention without positions (text-model section 3.2), over chosen rows where there is an indexer (K3.1 Pro)."""
 
 from dataclasses import replace
 
+import jax.numpy as jnp
 from flax import nnx
+from jax.lax import cond
 from jaxtyping import Array, Float, Int
 
-from kimi_jax.cache import MlaCache, write_rows
+from kimi_jax.cache import MlaCache, write_keys, write_rows
 from kimi_jax.config import LATENT_EPS, KimiConfig
 from kimi_jax.layers.indexer import Indexer
 from kimi_jax.layers.linear import Linear
 from kimi_jax.layers.norm import RmsNorm
 from kimi_jax.ops.implementation import Implementations
+from kimi_jax.ops.indexer import api as index_op
 from kimi_jax.ops.linear import api as linear_op
 from kimi_jax.ops.mla import api as mla_op
+from kimi_jax.ops.mla import sparse as sparse_op
 from kimi_jax.placement.collectives import Parallel
 from kimi_jax.precision import Precision
 
@@ -36,7 +40,7 @@ class Mla(nnx.Module):
         self.g_proj = Linear(values, hidden, ("heads", "embed"), precision, (heads, hidden))
         self.o_proj = Linear(hidden, values, ("embed", "heads"), precision, (hidden, heads))
         if config.indexer is not None:
-            self.indexer = Indexer(config, precision)
+            self.indexer = Indexer(config, precision, parallel, impls)
         self.sizes = mla
         self.parallel, self.impls = parallel, impls
 
@@ -49,7 +53,7 @@ class Mla(nnx.Module):
         cache: MlaCache,
         pages: Int[Array, "rows table"] | None = None,
     ) -> tuple[Float[Array, "rows tokens embed"], MlaCache]:
-        """Writes the rows of these tokens, then attends.
+        """Writes the rows of these tokens, then attends to all rows, or to those that the indexer chooses.
 
         Args:
           positions: position of each token, negative for padding.
@@ -64,21 +68,95 @@ class Mla(nnx.Module):
         norm, expand = self.q_a_layernorm, self.q_b_proj
         query = linear_op.project_normed(query_latent, norm.weight[...], norm.eps, expand.weight[...], impl)
         query = query.reshape(*x.shape[:2], -1, sizes.query_dim)
-        latent = write_rows(
-            cache.latent, row, lengths - new, new, norm=self.kv_a_layernorm, pages=pages, impl=self.impls.mla
-        )
-        if hasattr(self, "indexer"):
-            self.indexer(x, norm(query_latent))
-        out = mla_op.attend(
+        read = self.indexer.read(x) if hasattr(self, "indexer") else None
+        cache = self._write(row, None if read is None else read[0], lengths - new, new, cache, pages)
+        gate = gate.reshape(*query.shape[:3], sizes.value_dim)
+
+        def dense() -> Float[Array, "rows tokens heads value_dim"]:
+            return self._attend(query, gate, positions, lengths, cache, pages)
+
+        def sparse() -> Float[Array, "rows tokens heads value_dim"]:
+            assert read is not None
+            selected = self._select(query_latent, read[1], positions, cache, pages)
+            return self._attend_selected(query, gate, selected, cache, pages)
+
+        room = cache.latent.shape[1] * (1 if pages is None else pages.shape[1])
+        if read is None or room <= self.indexer.sizes.top_k:
+            out = dense()
+        elif self.impls.mla != "reference":
+            out = sparse()  # a GPU would read the condition below back to the host in the middle of a step
+        else:  # up to top_k tokens the choice is everything, and dense is cheaper
+            out = cond(jnp.max(lengths, initial=0) <= self.indexer.sizes.top_k, dense, sparse)
+        out = self.o_proj(out.reshape(*x.shape[:2], -1), impl=impl)
+        return self.parallel.psum(out, "heads"), cache
+
+    def _write(
+        self,
+        row: Float[Array, "rows tokens row_dim"],
+        keys: Float[Array, "rows tokens width"] | None,
+        starts: Int[Array, " rows"],
+        new: Int[Array, " rows"],
+        cache: MlaCache,
+        pages: Int[Array, "rows table"] | None,
+    ) -> MlaCache:
+        """The cache with the rows of these tokens, and with their index keys whether or not this call chooses: later ones may."""
+        norm = self.kv_a_layernorm
+        latent = write_rows(cache.latent, row, starts, new, norm=norm, pages=pages, impl=self.impls.mla)
+        if keys is None:
+            return MlaCache(latent)
+        return MlaCache(latent, write_keys(cache.index, keys, starts, new, pages=pages))
+
+    def _select(
+        self,
+        query_latent: Float[Array, "rows tokens q_rank"],
+        weights: Float[Array, "rows tokens index_heads"],
+        positions: Int[Array, "rows tokens"],
+        cache: MlaCache,
+        pages: Int[Array, "rows table"] | None,
+    ) -> Int[Array, "rows tokens top_k"]:
+        """Positions that each token attends to, of those up to its own."""
+        q = self.indexer.ask(query_latent, self.q_a_layernorm)
+        k, impl = self.indexer.sizes.top_k, self.impls.indexer
+        return index_op.select(q, weights, cache.index, positions, k=k, pages=pages, impl=impl)
+
+    def _attend(
+        self,
+        query: Float[Array, "rows tokens heads query_dim"],
+        gate: Float[Array, "rows tokens heads value_dim"],
+        positions: Int[Array, "rows tokens"],
+        lengths: Int[Array, " rows"],
+        cache: MlaCache,
+        pages: Int[Array, "rows table"] | None,
+    ) -> Float[Array, "rows tokens heads value_dim"]:
+        """Gated attention over everything up to each token's own position."""
+        return mla_op.attend(
             query,
-            latent,
+            cache.latent,
             self.kv_b_proj.weight[...],
             positions,
             lengths,
-            nope_dim=sizes.nope_dim,
-            gate=gate.reshape(*query.shape[:3], sizes.value_dim),
+            nope_dim=self.sizes.nope_dim,
+            gate=gate,
             pages=pages,
             impl=self.impls.mla,
         )
-        out = self.o_proj(out.reshape(*x.shape[:2], -1), impl=impl)
-        return self.parallel.psum(out, "heads"), MlaCache(latent)
+
+    def _attend_selected(
+        self,
+        query: Float[Array, "rows tokens heads query_dim"],
+        gate: Float[Array, "rows tokens heads value_dim"],
+        selected: Int[Array, "rows tokens top_k"],
+        cache: MlaCache,
+        pages: Int[Array, "rows table"] | None,
+    ) -> Float[Array, "rows tokens heads value_dim"]:
+        """Gated attention over the selected positions."""
+        return sparse_op.attend_selected(
+            query,
+            cache.latent,
+            self.kv_b_proj.weight[...],
+            selected,
+            nope_dim=self.sizes.nope_dim,
+            gate=gate,
+            pages=pages,
+            impl=self.impls.mla,
+        )
