@@ -367,10 +367,6 @@ def _check_numbers(config: KimiConfig, capacity: int, chunk: int, block: int) ->
 
 def _refuse_unbuilt(config: KimiConfig, layout: Layout) -> None:
     problems = []
-    if config.indexer is not None:
-        problems.append(
-            f"{config.architecture}: the sparse indexer of K3.1 Pro is not built yet; Kimi-K3 checkpoints run"
-        )
     if layout.parts("sequence") > 1:
         problems.append(f"layout {layout.name} cuts the sequence: decode context parallelism is not built yet; try tp8")
     if layout.parts("embed") > 1:
