@@ -57,9 +57,7 @@ def scores(
     blocks = pl.cdiv(tokens, size)
     shares = max(1, min(PROGRAMS // (rows * blocks), pl.cdiv(room, KEYS)))
 
-    def kernel(
-        q_ref: Any, w_ref: Any, index_ref: IndexCache, positions_ref: Any, pages_ref: Any, out_ref: Any
-    ) -> None:
+    def kernel(q_ref: Any, w_ref: Any, index_ref: IndexCache, positions_ref: Any, pages_ref: Any, out_ref: Any) -> None:
         block, share, row = (pl.program_id(axis) for axis in range(3))
         # the last block takes its last token again instead of one that is not there
         token_t = [jnp.minimum(block * size + each, tokens - 1) for each in range(size)]

@@ -95,7 +95,8 @@ def _round(
             key = jnp.where(key > MINUS_INFINITY, key, NOTHING)
             found, slot, taken = _cut(key, k)
             position = at if first_round else load(held_ref[1], query, at, limits=(None, None), where=taken)
-            slot, rest = part * k + slot, span(0, pl.next_power_of_2(k))
+            # past the end where nothing is stored: interpreted, a masked store writes back what was there
+            slot, rest = jnp.where(taken, part * k + slot, parts * k), span(0, pl.next_power_of_2(k))
             empty = (rest >= found) & (rest < k)
             for ref, value, nothing in zip(out_ref[::-1], (position, key), (-1, NOTHING), strict=False):
                 plt.store(ref.at[query, slot], value, mask=taken)
@@ -108,16 +109,17 @@ def _round(
             pl.when(part * block < end)(select)
 
     out = jax.ShapeDtypeStruct((held[0].shape[0], parts * k), jnp.int32)
-    return launch(
+    left = launch(
         kernel,
         "index_top_k",
         (held[0].shape[0], parts),
-        (out,) if last_round else (out, out),
+        out if last_round else (out, out),
         held,
         positions,
         interpret=interpret,
         warps=max(1, size // LANES),
     )
+    return (left,) if last_round else left
 
 
 def _ordered(score: Any) -> Any:
@@ -142,9 +144,7 @@ def _cut(key: Any, k: int) -> tuple[Any, Any, Any]:
             jnp.where(above == k, middle, jnp.where(above > k, high, middle - 1)),
         )
 
-    cut, _ = jax.lax.while_loop(
-        lambda state: state[0] < state[1], halve, (low, jnp.where(count > k, high, low))
-    )
+    cut, _ = jax.lax.while_loop(lambda state: state[0] < state[1], halve, (low, jnp.where(count > k, high, low)))
     above, equal = key > cut, real & (key == cut)
     found = jnp.minimum(count, k)
     wanted = found - jnp.sum(above.astype(jnp.int32))

@@ -85,7 +85,7 @@ def dot(a: Any, b: Any, contract: tuple[int, int]) -> Any:
     )
 
 
-def check_cache(cache: Any, pages: Any) -> None:
+def check_cache(cache: Any, pages: Any, what: str = "a latent cache") -> None:
     """What kernels demand of a cache.
 
     Raises:
@@ -100,7 +100,7 @@ def check_cache(cache: Any, pages: Any) -> None:
     if cache.dtype.itemsize == 1 and 1 << 31 < cache.size <= 1 << 32:
         held = cache.size // cache.shape[0]
         raise ValueError(
-            f"a latent cache of {cache.size} one-byte elements on a device lies between 2^31 and 2^32, where kernel offsets "
+            f"{what} of {cache.size} one-byte elements on a device lies between 2^31 and 2^32, where kernel offsets "
             f"overflow; nearest that works: {(1 << 31) // held} or {(1 << 32) // held + 1} of {cache.shape[0]} sequences or pages, "
             "or bfloat16"
         )
@@ -118,3 +118,12 @@ def locate(pages_ref: Any, row: Any, position: Any, page: int) -> tuple[Any, Any
         return row, position
     page = jnp.int32(page)
     return pages_ref[row, jax.lax.div(position, page)], jax.lax.rem(position, page)
+
+
+def locate_each(pages_ref: Any, row: Any, position: Any, page: int, where: Any) -> tuple[Any, Any]:
+    """The same for an array of positions, which may lie in different pages; the table is read only at ``where``."""
+    if pages_ref is None:
+        return jnp.full_like(position, row), position
+    page_size = jnp.full_like(position, page)
+    table = load(pages_ref, row, jax.lax.div(position, page_size), limits=(None, None), where=where, other=0)
+    return table, jax.lax.rem(position, page_size)
