@@ -61,7 +61,7 @@ def matrices(factor: Factor) -> tuple[Matrix, ...]:
     return (factor.gate, factor.up) if isinstance(factor, Gated) else (factor,)
 
 
-def values(matrix: Matrix) -> Float[Array, "out in"]:
+def widened(matrix: Matrix) -> Float[Array, "out in"]:
     """The weight itself, in ``matrix.dtype``: for XLA on a CPU, as it writes the whole of it out."""
     if isinstance(matrix, Scaled):
         return (matrix.codes.astype(jnp.float32) * matrix.scale[:, None]).astype(matrix.dtype)

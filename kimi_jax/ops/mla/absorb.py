@@ -7,6 +7,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float
 
+from kimi_jax.ops.linear.weights import Matrix
+from kimi_jax.ops.mla.expand import by_head, load_expand
 from kimi_jax.ops.mla.launch import dot, launch, limit, load, padded, span
 
 TOKENS, COLUMNS = 64, 32
@@ -15,7 +17,7 @@ TOKENS, COLUMNS = 64, 32
 
 def absorb(
     query: Float[Array, "rows tokens heads query_dim"],
-    expand: Float[Array, "heads_by_kv latent"],
+    expand: Matrix,
     *,
     nope_dim: int,
     interpret: bool = False,
@@ -31,7 +33,7 @@ def absorb(
         own = span(0, padded(nope_dim))
         column = span(part * columns, columns)
         q_td = load(query_ref, token, head, own[None], limits=(count, None, limit(nope_dim)))
-        w_dr = load(
+        w_dr = load_expand(
             expand_ref, head, own[:, None], column[None], limits=(None, limit(nope_dim), limit(latent, columns))
         )
         out_tr = dot(q_td.astype(expand.dtype), w_dr, (1, 0)).astype(expand.dtype)
@@ -51,7 +53,7 @@ def absorb(
         (heads, pl.cdiv(latent, columns), pl.cdiv(count, size)),
         jax.ShapeDtypeStruct((count, heads, latent + shared_dim), expand.dtype),
         query.reshape(count, heads, query_dim),
-        expand.reshape(heads, -1, latent),
+        by_head(expand, heads),
         interpret=interpret,
     )
     return out.reshape(rows, tokens, heads, -1)

@@ -10,6 +10,7 @@ import jax
 from jaxtyping import Array, Float, Int
 
 from kimi_jax.ops.implementation import choose
+from kimi_jax.ops.linear.weights import Matrix
 from kimi_jax.ops.mla import absorb as absorb_kernel
 from kimi_jax.ops.mla import kernels, reference
 from kimi_jax.ops.mla.launch import check_cache
@@ -23,7 +24,7 @@ DIRECT_FROM = 64
 def attend(
     query: Float[Array, "rows tokens heads query_dim"],
     cache: Float[Array, "pool page row_dim"],
-    expand: Float[Array, "heads_by_kv latent"],
+    expand: Matrix,
     positions: Int[Array, "rows tokens"],
     lengths: Int[Array, " rows"],
     *,
@@ -39,7 +40,7 @@ def attend(
       query: per head, the part matched with expanded keys (``nope_dim``) and the part matched with the shared key.
       cache: rows already written for these tokens, [rows, length, row_dim], or a pool of pages with a table ``pages``; rows at
         ``lengths`` and beyond may hold anything, also NaN.
-      expand: kv_b weight, head-major: ``nope_dim`` key rows, then the value rows of each head.
+      expand: kv_b weight, head-major: ``nope_dim`` key rows, then the value rows of each head; an FP8 one is read as its values.
       positions: position of each query; a negative one marks padding and gives zeros.
       lengths: written rows of each sequence, the current tokens included.
       nope_dim: width of a head's own key.
@@ -73,7 +74,7 @@ def attend(
 
 def absorb(
     query: Float[Array, "rows tokens heads query_dim"],
-    expand: Float[Array, "heads_by_kv latent"],
+    expand: Matrix,
     *,
     nope_dim: int,
     impl: str = "reference",

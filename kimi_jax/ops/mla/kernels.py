@@ -8,6 +8,7 @@ of cached rows (``prefill``) and one that divides and gates.
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from kimi_jax.ops.linear.weights import Matrix
 from kimi_jax.ops.mla import prefill, split
 from kimi_jax.ops.mla.absorb import absorb
 from kimi_jax.ops.mla.launch import capacity
@@ -20,7 +21,7 @@ from kimi_jax.ops.once import once
 def attend(
     query: Float[Array, "rows tokens heads query_dim"],
     cache: Float[Array, "pool page row_dim"],
-    expand: Float[Array, "heads_by_kv latent"],
+    expand: Matrix,
     positions: Int[Array, "rows tokens"],
     lengths: Int[Array, " rows"],
     gate: Float[Array, "rows tokens heads value_dim"] | None = None,

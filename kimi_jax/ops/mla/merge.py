@@ -8,6 +8,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float, Int
 
+from kimi_jax.ops.linear.weights import Matrix
+from kimi_jax.ops.mla.expand import by_head, load_expand
 from kimi_jax.ops.mla.launch import SMALLEST, dot, launch, limit, load, padded, span
 from kimi_jax.ops.mla.reference import MASKED
 from kimi_jax.ops.mla.split import LOG2_E, Shares, share_of
@@ -23,14 +25,20 @@ WARPS = 8
 
 
 def join(shares_ref: Any, lengths_ref: Any, token: Any, tokens: int, head: Any, heads: int, capacity: int) -> Any:
-    """The joined rows [token, latent] of one head and the logarithm of their weight, inside a kernel."""
+    """The joined rows [token, latent] of one head and the logarithm of their weight, inside a kernel.
+
+    Without lengths every share was written.
+    """
     value_ref, log_ref = shares_ref
     rows, shares, _, latent = value_ref.shape
     size = token.shape[0]
     step, r = max(1, PARTS // size), span(0, padded(latent))
     row_t, query_t = token // tokens, token % tokens * heads + head
-    length_t = jnp.minimum(load(lengths_ref, row_t, limits=(rows,), other=0), capacity)
-    filled_t = pl.cdiv(length_t, share_of(length_t, shares))
+    if lengths_ref is None:
+        filled_t = jnp.where(row_t < rows, shares, 0)
+    else:
+        length_t = jnp.minimum(load(lengths_ref, row_t, limits=(rows,), other=0), capacity)
+        filled_t = pl.cdiv(length_t, share_of(length_t, shares))
 
     def add(index: Any, state: Any) -> Any:
         top_t, weight_t, value_tr = state
@@ -59,9 +67,15 @@ def join(shares_ref: Any, lengths_ref: Any, token: Any, tokens: int, head: Any, 
 
 
 def merge(
-    shares: Shares, lengths: Int[Array, " rows"], *, tokens: int, capacity: int, interpret: bool
+    shares: Shares,
+    lengths: Int[Array, " rows"] | None,
+    *,
+    tokens: int,
+    capacity: int,
+    interpret: bool,
+    nothing: float = MASKED,
 ) -> tuple[Float[Array, "rows tokens heads latent"], Float[Array, "rows tokens heads"]]:
-    """The joined rows and the natural logarithm of their weight, ``MASKED`` where a query sees nothing."""
+    """The joined rows and the natural logarithm of their weight, ``nothing`` where a query sees no row."""
     rows, _, queries, latent = shares.value.shape
     heads, count = queries // tokens, rows * tokens
 
@@ -70,7 +84,7 @@ def merge(
         value_tr, log_t = join(shares_ref, lengths_ref, token, tokens, head, heads, capacity)
         r = span(0, padded(latent))[None]
         plt.store(out_ref.at[token[:, None], head, r], value_tr, mask=r < latent)
-        plt.store(weight_ref.at[token, head], jnp.where(log_t > MASKED, log_t / LOG2_E, MASKED))
+        plt.store(weight_ref.at[token, head], jnp.where(log_t > MASKED, log_t / LOG2_E, nothing))
 
     out, weight = launch(
         kernel,
@@ -90,8 +104,8 @@ def merge(
 
 def merge_expanded(
     shares: Shares,
-    lengths: Int[Array, " rows"],
-    expand: Float[Array, "heads_by_kv latent"],
+    lengths: Int[Array, " rows"] | None,
+    expand: Matrix,
     gate: Float[Array, "rows tokens heads value_dim"] | None,
     *,
     tokens: int,
@@ -114,7 +128,7 @@ def merge_expanded(
         value_tr = jnp.broadcast_to(value_tr[None], (SMALLEST // size, *value_tr.shape)).reshape(SMALLEST, -1)
         v, r, t = span(part * columns, columns), span(0, padded(latent)), span(0, SMALLEST)
         limits = (None, limit(value_dim, columns) and per_head, limit(latent))
-        w_vr = load(expand_ref, head, nope_dim + v[:, None], r[None], limits=limits)
+        w_vr = load_expand(expand_ref, head, nope_dim + v[:, None], r[None], limits=limits)
         out_tv = dot(value_tr.astype(w_vr.dtype), w_vr, (1, 1))
         token = block * size + t
         there = ((t < size) & (token < count))[:, None] & (v < value_dim)[None]
@@ -131,7 +145,7 @@ def merge_expanded(
         jax.ShapeDtypeStruct((count, heads, value_dim), dtype),
         shares,
         lengths,
-        expand.reshape(heads, per_head, latent),
+        by_head(expand, heads),
         None if gate is None else gate.reshape(count, heads, value_dim),
         interpret=interpret,
         warps=WARPS,

@@ -16,6 +16,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float, Int
 
+from kimi_jax.ops.linear.weights import Matrix
+from kimi_jax.ops.mla.expand import load_expand
 from kimi_jax.ops.mla.launch import TILE, capacity, dot, launch, limit, load, locate, padded, span
 from kimi_jax.ops.mla.reference import MASKED
 from kimi_jax.ops.mla.split import LOG2_E
@@ -49,7 +51,7 @@ class Cached(NamedTuple):
 def attend(
     query: Float[Array, "rows tokens heads query_dim"],
     cached: Cached,
-    expand: Float[Array, "heads_by_kv latent"],
+    expand: Matrix,
     positions: Int[Array, "rows tokens"],
     *,
     nope_dim: int,
@@ -75,7 +77,7 @@ def attend(
 
 def expand_rows(
     cached: Cached,
-    expand: Float[Array, "heads_by_kv latent"],
+    expand: Matrix,
     index: Int[Array, " 1"],
     block: int,
     interpret: bool,
@@ -103,7 +105,7 @@ def expand_rows(
                 r = span(index * inner, inner)[None]
                 rest = limit(latent, inner)
                 latent_sr = load(cache_ref, *at, r, limits=(None, None, rest), where=first + s < length)
-                w_cr = load(expand_ref, c[:, None], r, limits=(fits, rest))
+                w_cr = load_expand(expand_ref, c[:, None], r, limits=(fits, rest))
                 return sum_sc + dot(latent_sr.astype(expand.dtype), w_cr, (1, 1))
 
             sum_sc = jax.lax.fori_loop(0, pl.cdiv(latent, inner), add, jnp.zeros((size, columns), jnp.float32))
@@ -130,7 +132,7 @@ def attend_block(
     positions: Int[Array, "rows tokens"],
     index: Int[Array, " 1"],
     state: Running | None,
-    expand: Float[Array, "heads_by_kv latent"],
+    expand: Matrix,
     nope_dim: int,
     interpret: bool,
 ) -> Running:

@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from kimi_jax.ops.linear.weights import Matrix, widened
+
 BLOCK = 256
 """Cached rows read per step."""
 
@@ -31,7 +33,7 @@ class Partial(NamedTuple):
 def attend(
     query: Float[Array, "rows tokens heads query_dim"],
     cache: Float[Array, "pool page row_dim"],
-    expand: Float[Array, "heads_by_kv latent"],
+    expand: Matrix,
     positions: Int[Array, "rows tokens"],
     lengths: Int[Array, " rows"],
     *,
@@ -41,6 +43,7 @@ def attend(
     pages: Int[Array, "rows pages"] | None = None,
 ) -> Float[Array, "rows tokens heads value_dim"]:
     """See ``api.attend``."""
+    expand = widened(expand)
     operand = expand.dtype
     per_head = expand.reshape(query.shape[2], -1, expand.shape[1])
     own, shared = query[..., :nope_dim].astype(operand), query[..., nope_dim:].astype(operand)
@@ -58,11 +61,12 @@ def attend(
 
 def absorb(
     query: Float[Array, "rows tokens heads query_dim"],
-    expand: Float[Array, "heads_by_kv latent"],
+    expand: Matrix,
     *,
     nope_dim: int,
 ) -> Float[Array, "rows tokens heads row_dim"]:
     """See ``api.absorb``."""
+    expand = widened(expand)
     per_head = expand.reshape(query.shape[2], -1, expand.shape[1])
     query = query.astype(expand.dtype)
     return jnp.concatenate([_absorb_own(query[..., :nope_dim], per_head), query[..., nope_dim:]], axis=-1)

@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from kimi_jax.ops.chunks import by_chunks
 from kimi_jax.ops.implementation import choose
+from kimi_jax.ops.linear.weights import Matrix, widened
 from kimi_jax.ops.mla.reference import absorb, einsum, gated
 
 BYTES = 256 << 20
@@ -21,7 +22,7 @@ BYTES = 256 << 20
 def attend_selected(
     query: Float[Array, "rows tokens heads query_dim"],
     latent: Float[Array, "pool page row_dim"],
-    kv_b: Float[Array, "heads_by_kv latent"],
+    kv_b: Matrix,
     selected: Int[Array, "rows tokens k"],
     *,
     nope_dim: int,
@@ -89,7 +90,7 @@ def gather(
 def _attend(
     query: Float[Array, "rows tokens heads query_dim"],
     latent: Float[Array, "pool page row_dim"],
-    kv_b: Float[Array, "heads_by_kv latent"],
+    kv_b: Matrix,
     selected: Int[Array, "rows tokens k"],
     *,
     nope_dim: int,
@@ -97,6 +98,7 @@ def _attend(
     pages: Int[Array, "rows pages"] | None,
     budget: int,
 ) -> Float[Array, "rows tokens heads value_dim"]:
+    kv_b = widened(kv_b)
     absorbed = absorb(query, kv_b, nope_dim=nope_dim)
     inner, _ = _partial(
         absorbed,
