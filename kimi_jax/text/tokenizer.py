@@ -62,6 +62,8 @@ class Tokenizer:
         for name, number in self.special_ids.items():
             self._bytes[number] = name.encode()
         self._control_from = base
+        names = sorted(self.special_ids, key=len, reverse=True)
+        self._names = re.compile("|".join(map(re.escape, names)))
         self._encoding = tiktoken.Encoding(
             "kimi", pat_str=PATTERN, mergeable_ranks=vocabulary.ranks, special_tokens=self.special_ids
         )
@@ -76,28 +78,45 @@ class Tokenizer:
         """
         return cls(read_vocabulary(folder))
 
-    def encode(self, text: str, markers: bool = False) -> list[int]:
+    def encode(self, text: str, markers: bool = False, most: int | None = None) -> list[int]:
         """The ids of a text.
 
         Args:
           text: any Unicode text.
           markers: whether the names of reserved ids become those ids. Never for text that the renderer did not write.
+          most: ids that are wanted: with more than that, the rest of the text may be left out.
 
         Raises:
           EncodeError: half a surrogate pair in the text.
         """
         _check_unicode(text)
         ids: list[int] = []
-        for piece in pieces(text):
-            if markers:
-                ids += self._encoding.encode(piece, allowed_special="all", disallowed_special=())
-            else:
-                ids += self._encoding.encode_ordinary(piece)
+        for some in self._marked(text) if markers else self._plain(text):
+            ids += some
+            if most is not None and len(ids) > most:
+                break
         return ids
 
-    def encode_segments(self, segments: Iterable[tuple[str, bool]]) -> list[int]:
-        """The ids of (text, markers) pairs, each encoded by itself."""
-        return [number for text, markers in segments for number in self.encode(text, markers)]
+    def encode_segments(self, segments: Iterable[tuple[str, bool]], most: int | None = None) -> list[int]:
+        """The ids of (text, markers) pairs, each encoded by itself; ``most`` as in :meth:`encode`."""
+        ids: list[int] = []
+        for text, markers in segments:
+            ids += self.encode(text, markers, None if most is None else most - len(ids))
+            if most is not None and len(ids) > most:
+                break
+        return ids
+
+    def _plain(self, text: str) -> Iterator[list[int]]:
+        return map(self._encoding.encode_ordinary, pieces(text))
+
+    def _marked(self, text: str) -> Iterator[list[int]]:
+        """Names are found first: a piece must not end inside one, as it would in the long run of a large image's places."""
+        done = 0
+        for name in self._names.finditer(text):
+            yield from self._plain(text[done : name.start()])
+            yield [self.special_ids[name[0]]]
+            done = name.end()
+        yield from self._plain(text[done:])
 
     def decode(self, ids: Iterable[int], skip: Collection[int] = ()) -> str:
         """The text of ids; bytes that are no UTF-8 become U+FFFD. Ids in ``skip`` are left out."""

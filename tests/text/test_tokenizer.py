@@ -161,3 +161,15 @@ def test_the_vocabulary_is_what_the_files_say():
     assert vocabulary.ranks[b" "] == 220
     assert vocabulary.ranks[b"\x00"] == 188
     assert len(vocabulary.named) == 16
+
+
+def test_a_text_of_which_the_rest_is_not_wanted():
+    # red when all of it is encoded, which takes a minute for what a request may hold, or when ids are cut off
+    text = "ab " * 1_000_000
+    some = TINY.encode(text, most=1000)
+    assert 1000 < len(some) < 1_000_000
+    assert some == TINY.encode(text[:SLICE])
+    assert TINY.encode("ab ab", most=1000) == TINY.encode("ab ab")
+    segments = [("ab ab", False)] * 5
+    assert TINY.encode_segments(segments, most=1) == TINY.encode("ab ab")
+    assert TINY.encode_segments(segments, most=1000) == TINY.encode_segments(segments)
