@@ -13,6 +13,10 @@ class MediaError(ProblemsError):
         super().__init__("This image cannot be read", problems, hint)
 
 
+class BusyError(RuntimeError):
+    """As many pictures are under way as may be; try again later: HTTP 503."""
+
+
 class SettingsError(ProblemsError):
     """A ``preprocessor_config.json`` that asks for something that is not built."""
 

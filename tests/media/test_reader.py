@@ -4,13 +4,17 @@ import base64
 import io
 import threading
 
+import numpy as np
 import pytest
 from PIL import Image
 
 from kimi_jax.media import reader as reader_module
-from kimi_jax.media.errors import MediaError
+from kimi_jax.media.errors import BusyError, MediaError
+from kimi_jax.media.fetch import FetchRules
 from kimi_jax.media.limits import Limits
-from kimi_jax.media.reader import BusyError, PictureReader
+from kimi_jax.media.reader import PictureReader
+from kimi_jax.media.room import Room
+from kimi_jax.media.rows_cache import RowsCache
 from kimi_jax.media.settings import Settings
 
 
@@ -31,14 +35,9 @@ def reader():
     made.close()
 
 
-def test_three_ways_in(reader, tmp_path):
+def test_two_ways_in(reader):
     # red when one of them prepares otherwise
-    (tmp_path / "a.png").write_bytes(file())
-    pictures = [
-        reader.submit_url(url(file())).result(),
-        reader.submit_bytes(file()).result(),
-        reader.read_file(tmp_path / "a.png"),
-    ]
+    pictures = [reader.submit_url(url(file())).result(), reader.submit_bytes(file()).result()]
     assert {picture.digest for picture in pictures} == {pictures[0].digest}
     assert (pictures[0].width, pictures[0].height, pictures[0].grid) == (20, 30, (1, 4, 2))
     assert reader.submit_bytes(file(1)).result().digest != pictures[0].digest
@@ -93,3 +92,46 @@ def test_waiting_counts():
     with pytest.raises(MediaError, match="before its turn"):
         late.result()
     slow.close()
+
+
+def test_pictures_take_room_as_long_as_they_live():
+    # red when decoded pictures pile up in memory while they wait for the tower, or their room is never given back
+    room = Room(2 * 8 * 588)
+    small = PictureReader(Settings(), threads=1, room=room)
+    first, second = small.submit_bytes(file()).result(), small.submit_bytes(file(1)).result()
+    assert room.bytes == first.patches.nbytes + second.patches.nbytes == room.limit
+    with pytest.raises(BusyError, match=r"images fill the 9,408 bytes"):
+        small.submit_bytes(file(2)).result()
+    del first
+    assert small.submit_bytes(file(2)).result().width == 20
+    small.close()
+
+
+def test_room_is_made_of_what_is_only_kept():
+    # red when rows that nobody uses keep a picture out, or when room is given up that is used
+    kept = RowsCache(1000)
+    room = Room(100, kept.give_up)
+    for name in (b"a", b"b"):
+        rows = np.zeros(10, np.float32)
+        room.hold(rows, rows.nbytes)
+        kept.add(name, rows)
+    room.check(60)  # forgets the first; the second is in use here
+    assert room.bytes == 40
+    with pytest.raises(BusyError):
+        room.check(61)
+    del rows
+    room.check(100)
+
+
+def test_a_slow_machine_keeps_no_decoder(monkeypatch):
+    # red when the picture of a message waits for a machine that another message names
+    go = threading.Event()
+    rules = FetchRules(resolve=lambda host, port: ["8.8.8.8"] * go.wait(20))
+    far = PictureReader(Settings(), Limits(seconds=1), rules, threads=1)
+    slow = far.submit_url("http://slow.example/")
+    assert far.submit_url(url(file())).result(10).width == 20
+    assert not slow.done()
+    with pytest.raises(MediaError, match=r"looking up slow.example"):
+        slow.result(10)
+    go.set()
+    far.close()
