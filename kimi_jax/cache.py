@@ -66,7 +66,7 @@ def describe(config: KimiConfig, batch: int, length: int, precision: Precision) 
 
     Args:
       batch: sequences held at once.
-      length: tokens that each sequence can hold in latent-attention layers.
+      length: tokens that each sequence can hold in latent-attention layers, in whole turns of the devices that share one.
     """
     states = _describe_states(config, batch, precision)
     rows = _describe_rows(config, _Held((batch, length), ("batch", "sequence")), precision)
@@ -76,9 +76,12 @@ def describe(config: KimiConfig, batch: int, length: int, precision: Precision) 
 def describe_slots(
     config: KimiConfig, slots: int, pages: int, page: int, checkpoints: int, precision: Precision
 ) -> SlotCache:
-    """The same for ``slots`` sequences whose latent rows share ``pages`` pages of ``page`` tokens in every layer."""
+    """The same for ``slots`` sequences whose latent rows share ``pages`` pages of ``page`` tokens in every layer.
+
+    Devices that share a sequence hold a part of every page: the tokens of the page that are theirs.
+    """
     states = _describe_states(config, slots, precision)
-    rows = _describe_rows(config, _Held((pages, page), ("pages", None)), precision)
+    rows = _describe_rows(config, _Held((pages, page), ("pages", "sequence")), precision)
     kept: tuple[KdaCache, ...] = ()
     if checkpoints:
         kept = (_describe_states(config, checkpoints, precision),) * config.attention.count("kda")

@@ -154,7 +154,7 @@ class Steps:
         return self._abstract[1]
 
     def describe_cache(self, batch: int) -> Cache:
-        return cache_lib.describe(self.config, batch, self.capacity, self.precision)
+        return cache_lib.describe(self.config, batch, self.layout.held_positions(self.capacity), self.precision)
 
     def new_cache(self, batch: int) -> Cache:
         """An empty cache, created shard by shard."""

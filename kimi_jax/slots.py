@@ -4,6 +4,7 @@ A slot holds the recurrent states of one sequence; its latent rows lie in pages 
 The host decides all of that and passes tables; no program depends on a length, a slot, a page or an option.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -106,7 +107,7 @@ class SlotSteps:
 
     def _page_problems(self) -> list[str]:
         capacity, parallel = self.steps.capacity, self.steps.parallel
-        tile = 1 if self.steps.implementations.mla == "reference" else TILE
+        tile = page_unit(self.steps)
         problems = []
         works = [size for size in range(tile, capacity + 1, tile) if capacity % size == 0]
         if self.page not in works:
@@ -128,7 +129,8 @@ class SlotSteps:
     def _pool_problems(self) -> list[str]:
         if self.steps.implementations.mla == "reference":
             return []
-        shape = (self.pages // self.groups, self.page, self.steps.config.mla.row_dim)
+        page = self.page // self.steps.parallel.size("sequence")
+        shape = (self.pages // self.groups, page, self.steps.config.mla.row_dim)
         try:
             check_cache(jax.ShapeDtypeStruct(shape, self.steps.precision.latent), shape)
         except ValueError as problem:
@@ -392,6 +394,14 @@ class SlotSteps:
         placed = jax.tree.map(partial(NamedSharding, mesh), given)
         # placed first: a host array would otherwise be one program and a result of another program a second
         return lambda *arguments: program(*arguments[: len(held)], *jax.device_put(arguments[len(held) :], placed))
+
+
+def page_unit(steps: Steps) -> int:
+    """A page holds a multiple of so many tokens: whole kernel tiles and whole runs on each device that shares a sequence."""
+    parallel = steps.parallel
+    parts = parallel.size("sequence")
+    tile = 1 if steps.implementations.mla == "reference" else TILE
+    return parts * math.lcm(tile, parallel.interleave if parts > 1 else 1)
 
 
 def _keeping(program: Callable[..., Any], *fields: str) -> Callable[..., Any]:

@@ -13,12 +13,11 @@ from jax.sharding import Mesh
 from kimi_jax.cache import describe_sources
 from kimi_jax.engine.limits import EngineLimits, LimitsError
 from kimi_jax.loop import Steps
-from kimi_jax.ops.mla.launch import TILE
 from kimi_jax.placement.axes import ArraySpec
 from kimi_jax.placement.bytes import amount, bytes_of
 from kimi_jax.placement.compiler import platform_of_mesh
 from kimi_jax.precision import LATENTS
-from kimi_jax.slots import SlotSteps
+from kimi_jax.slots import SlotSteps, page_unit
 
 CHECKPOINT_SHARE = 4
 """Part of what is left beside one full sequence that goes to checkpoints; the rest goes to pages."""
@@ -144,8 +143,8 @@ def engine_limits(
 
 def fitting_page(steps: Steps) -> int:
     """The largest page of at most 64 tokens that divides a sequence and that the kernels can read; the least they can otherwise."""
-    tile = 1 if steps.implementations.mla == "reference" else TILE
-    return next((size for size in range(LARGEST_PAGE, 0, -1) if steps.capacity % size == 0 and size % tile == 0), tile)
+    unit = page_unit(steps)
+    return next((size for size in range(LARGEST_PAGE, 0, -1) if steps.capacity % size == 0 and size % unit == 0), unit)
 
 
 def spacing(one: Costs, page: int, chunk: int) -> int:

@@ -12,11 +12,9 @@ from kimi_jax.config import LATENT_EPS, KimiConfig
 from kimi_jax.layers.indexer import Indexer
 from kimi_jax.layers.linear import Linear
 from kimi_jax.layers.norm import RmsNorm
+from kimi_jax.ops.context import api as context
 from kimi_jax.ops.implementation import Implementations
-from kimi_jax.ops.indexer import api as index_op
 from kimi_jax.ops.linear import api as linear_op
-from kimi_jax.ops.mla import api as mla_op
-from kimi_jax.ops.mla import sparse as sparse_op
 from kimi_jax.placement.collectives import Parallel
 from kimi_jax.precision import Precision
 
@@ -78,13 +76,15 @@ class Mla(nnx.Module):
         def sparse() -> Float[Array, "rows tokens heads value_dim"]:
             assert read is not None
             selected = self._select(query_latent, read[1], positions, cache, pages)
-            return self._attend_selected(query, gate, selected, cache, pages)
+            return self._attend_selected(query, gate, selected, lengths, cache, pages)
 
-        room = cache.latent.shape[1] * (1 if pages is None else pages.shape[1])
+        parts = self.parallel.size("sequence")
+        room = cache.latent.shape[1] * (1 if pages is None else pages.shape[1]) * parts
         if read is None or room <= self.indexer.sizes.top_k:
             out = dense()
-        elif self.impls.mla != "reference":
-            out = sparse()  # a GPU would read the condition below back to the host in the middle of a step
+        elif self.impls.mla != "reference" or parts > 1:
+            # a GPU would read the condition below back to the host in the middle of a step, and no collective may lie behind it
+            out = sparse()
         else:  # up to top_k tokens the choice is everything, and dense is cheaper
             out = cond(jnp.max(lengths, initial=0) <= self.indexer.sizes.top_k, dense, sparse)
         out = self.o_proj(out.reshape(*x.shape[:2], -1), impl=impl)
@@ -101,10 +101,12 @@ class Mla(nnx.Module):
     ) -> MlaCache:
         """The cache with the rows of these tokens, and with their index keys whether or not this call chooses: later ones may."""
         norm = self.kv_a_layernorm
-        latent = write_rows(cache.latent, row, starts, new, norm=norm, pages=pages, impl=self.impls.mla)
+        row, first, count = context.own(row, starts, new, self.parallel)
+        latent = write_rows(cache.latent, row, first, count, norm=norm, pages=pages, impl=self.impls.mla)
         if keys is None:
             return MlaCache(latent)
-        return MlaCache(latent, write_keys(cache.index, keys, starts, new, pages=pages))
+        keys, first, count = context.own(keys, starts, new, self.parallel)
+        return MlaCache(latent, write_keys(cache.index, keys, first, count, pages=pages))
 
     def _select(
         self,
@@ -117,7 +119,7 @@ class Mla(nnx.Module):
         """Positions that each token attends to, of those up to its own."""
         q = self.indexer.ask(query_latent, self.q_a_layernorm)
         k, impl = self.indexer.sizes.top_k, self.impls.indexer
-        return index_op.select(q, weights, cache.index, positions, k=k, pages=pages, impl=impl)
+        return context.select(q, weights, cache.index, positions, self.parallel, k=k, pages=pages, impl=impl)
 
     def _attend(
         self,
@@ -129,12 +131,13 @@ class Mla(nnx.Module):
         pages: Int[Array, "rows table"] | None,
     ) -> Float[Array, "rows tokens heads value_dim"]:
         """Gated attention over everything up to each token's own position."""
-        return mla_op.attend(
+        return context.attend(
             query,
             cache.latent,
             self.kv_b_proj.weight[...],
             positions,
             lengths,
+            self.parallel,
             nope_dim=self.sizes.nope_dim,
             gate=gate,
             pages=pages,
@@ -146,15 +149,18 @@ class Mla(nnx.Module):
         query: Float[Array, "rows tokens heads query_dim"],
         gate: Float[Array, "rows tokens heads value_dim"],
         selected: Int[Array, "rows tokens top_k"],
+        lengths: Int[Array, " rows"],
         cache: MlaCache,
         pages: Int[Array, "rows table"] | None,
     ) -> Float[Array, "rows tokens heads value_dim"]:
         """Gated attention over the selected positions."""
-        return sparse_op.attend_selected(
+        return context.attend_selected(
             query,
             cache.latent,
             self.kv_b_proj.weight[...],
             selected,
+            lengths,
+            self.parallel,
             nope_dim=self.sizes.nope_dim,
             gate=gate,
             pages=pages,

@@ -12,30 +12,33 @@ from kimi_jax.ops.indexer import api as indexer
 from kimi_jax.ops.mla.reference import MASKED
 
 
-def shares(logs: Float[Array, "parts ..."]) -> tuple[Float[Array, "parts ..."], Float[Array, "..."]]:
-    """What each part of a softmax is worth.
+def log_sum(logs: Float[Array, "parts ..."]) -> Float[Array, "..."]:
+    """The logarithm of the sum of softmax weights of all parts.
 
     Args:
-      logs: natural logarithm of each part's sum of weights; -inf, or anything up to ``MASKED``, where a part holds nothing.
+      logs: natural logarithm of each part's sum; -inf, or anything up to ``MASKED``, where a part holds nothing.
 
     Returns:
-      The factor of each part's normalised value, and the logarithm of the whole sum. Where no part holds anything: 0 and -inf.
+      -inf where no part holds anything.
     """
     some = logs > MASKED
     top = jnp.max(jnp.where(some, logs, MASKED), axis=0)
-    weight = jnp.where(some, jnp.exp(logs - top), 0.0)
-    total = jnp.sum(weight, axis=0)
-    found = total > 0
-    factor = weight / jnp.where(found, total, 1.0)
-    return factor, jnp.where(found, top + jnp.log(jnp.where(found, total, 1.0)), -jnp.inf)
+    total = jnp.sum(jnp.where(some, jnp.exp(logs - top), 0.0), axis=0)
+    return jnp.where(total > 0, top + jnp.log(jnp.where(total > 0, total, 1.0)), -jnp.inf)
+
+
+def share(log: Float[Array, "..."], whole: Float[Array, "..."]) -> Float[Array, "..."]:
+    """What a part's normalised value is worth beside ``whole`` (:func:`log_sum`); 0 where it holds nothing."""
+    some = log > MASKED
+    return jnp.where(some, jnp.exp(jnp.where(some, log - whole, 0.0)), 0.0)
 
 
 def attention(
     value: Float[Array, "parts ... latent"], logs: Float[Array, "parts ..."]
 ) -> tuple[Float[Array, "... latent"], Float[Array, "..."]]:
-    """Attention over all parts from attention over each (:func:`shares`); zeros where no part holds anything."""
-    factor, log = shares(logs)
-    return jnp.sum(value * factor[..., None], axis=0), log
+    """Attention over all parts and its logarithm, from attention over each; 0 and -inf where no part holds anything."""
+    whole = log_sum(logs)
+    return jnp.sum(value * share(logs, whole)[..., None], axis=0), whole
 
 
 def candidates(
