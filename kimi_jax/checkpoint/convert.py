@@ -66,6 +66,8 @@ def convert(
         wanted = names.sources(stored)
         if tied_head and wanted[names.HEAD].names[0] not in opened:
             del wanted[names.HEAD]
+        for name in names.absent_key_biases(wanted, opened.names()):
+            del wanted[name]
         skipped = names.check({name: opened.info(name) for name in opened.names()}, wanted, str(source))
         plan = _Plan(opened, wanted, {name: stored[name] for name in wanted}, layout)
         validate(layout, plan.specs, str(source))

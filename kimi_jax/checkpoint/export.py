@@ -60,6 +60,8 @@ def export(
     wanted = names.whole_sources(stored)
     if tied_head and names.HEAD not in opened.arrays:
         del wanted[names.HEAD]
+    for name in names.absent_key_biases(wanted, opened.arrays):
+        del wanted[name]
     skipped = names.check(opened.arrays, wanted, str(folder))
     opened.verify(SOURCE)
     shards = read_shards(folder / SOURCE / SHARDS_NAME)

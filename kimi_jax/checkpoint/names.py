@@ -25,6 +25,7 @@ STORED = {BFLOAT16: "BF16", np.dtype(np.float32): "F32", np.dtype(np.uint8): "U8
 _PADDED = ".A_log"
 _PARTED = ".wqkv.weight"
 _STACKED = re.compile(r"\.experts\.(?=w\d\.)")
+_KEY_BIAS = ".indexer.k_norm.bias"
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
@@ -105,6 +106,16 @@ def with_tied_head(found: dict[str, Source], present: Iterable[str]) -> dict[str
     if head.names[0] in set(present):
         return found
     return {**found, HEAD: found[EMBEDDING]}
+
+
+def absent_key_biases(found: Mapping[str, Source], present: Iterable[str]) -> tuple[str, ...]:
+    """Parameters that a checkpoint may leave out, where it does: the biases of the index keys' norms, all of them or none.
+
+    Public sources count four or five tensors per indexer (K3.1 Pro notes, section 3); without a bias nothing is added.
+    """
+    biases = tuple(name for name in found if name.endswith(_KEY_BIAS))
+    there = set(present)
+    return () if any(found[name].names[0] in there for name in biases) else biases
 
 
 def check(infos: Mapping[str, TensorInfo], wanted: Mapping[str, Source], where: str) -> tuple[str, ...]:

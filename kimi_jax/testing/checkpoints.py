@@ -86,6 +86,8 @@ def _values(name: str, shape: tuple[int, ...], random: np.random.Generator) -> n
     noise = random.standard_normal(shape, np.float32)
     if name.endswith(("norm.weight", "layernorm.weight", "norm0.weight", "norm1.weight")):
         return 1 + 0.1 * noise
+    if name.endswith("k_norm.bias"):
+        return 0.1 * noise
     if name.endswith("A_log"):
         return 0.5 * noise
     if name.endswith("dt_bias"):

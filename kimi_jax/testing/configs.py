@@ -1,4 +1,4 @@
-"""Small Kimi-K3 configurations in the released form; every size can be changed by name."""
+"""Small Kimi-K3 and K3.1 Pro configurations in the released form; every size can be changed by name."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -78,6 +78,9 @@ VISION: dict[str, Any] = {
     "vt_num_hidden_layers": 2,
 }
 """A tower and projector that go with any text model: about 0.2 M parameters."""
+
+INDEXER = {"index_n_heads": 4, "index_head_dim": 32, "index_topk": 64}
+"""An indexer that goes with any text model: a page of text chooses."""
 
 SIZES = {"tiny": TINY, "mid": MID, "big": BIG}
 
@@ -161,6 +164,19 @@ def with_vision(config: Mapping[str, Any], **changes: int) -> dict[str, Any]:
     fixed = {key: values[0] for key, values in VISION_FIXED.items()}
     width = {"text_hidden_size": config["text_config"]["hidden_size"]}
     return {**config, "vision_config": {**fixed, **VISION, **width, **changes}}
+
+
+def with_indexer(config: Mapping[str, Any], **changes: int) -> dict[str, Any]:
+    """The same config.json as a K3.1 Pro one: every full-attention layer has an indexer.
+
+    Args:
+      config: as :func:`config_json` gives it.
+      changes: sizes to replace, by the keys of ``INDEXER``.
+    """
+    layers = config["text_config"]["linear_attn_config"]["full_attn_layers"]
+    text = {**config["text_config"], "dsa_config": {**INDEXER, **changes, "dsa_layers": layers}}
+    kind = {"architectures": ["KimiK31ForConditionalGeneration"], "model_type": "kimi_k31"}
+    return {**config, **kind, "text_config": text}
 
 
 def preprocessor_json(**changes: Any) -> dict[str, Any]:

@@ -7,20 +7,20 @@ from pathlib import Path
 from typing import Any
 
 from kimi_jax.testing.checkpoints import write_random_checkpoint
-from kimi_jax.testing.configs import config_json, with_vision
+from kimi_jax.testing.configs import config_json, with_indexer, with_vision
 
-RANDOM_TINY, RANDOM_TINY_VISION = "random-tiny", "random-tiny-vision"
+RANDOM_TINY, RANDOM_TINY_VISION, RANDOM_TINY_K31 = "random-tiny", "random-tiny-vision", "random-tiny-k31"
 
 NOTES = {
     name: f"{name} has random weights: its text is noise. Give --model FOLDER for a real checkpoint."
-    for name in (RANDOM_TINY, RANDOM_TINY_VISION)
+    for name in (RANDOM_TINY, RANDOM_TINY_VISION, RANDOM_TINY_K31)
 }
 """Shipped name -> what a user must know before reading its output."""
 
 BENCH_MODELS = {"random-mid": "mid", "random-big": "big"}
 """Benchmark models by name: random checkpoints of ``testing.configs`` sizes, made on first use (265 MB and 1.0 GB)."""
 
-SHIPPED_MODELS = (RANDOM_TINY, RANDOM_TINY_VISION, *BENCH_MODELS)
+SHIPPED_MODELS = (RANDOM_TINY, RANDOM_TINY_VISION, RANDOM_TINY_K31, *BENCH_MODELS)
 
 REVISION = 1
 """Raised whenever the bytes of a shipped model change, so that an old cached copy is not used."""
@@ -36,6 +36,8 @@ def made_config(name: str) -> dict[str, Any] | None:
     """The config.json of a shipped model; None for any other name."""
     if name == RANDOM_TINY_VISION:
         return with_vision(config_json("tiny"))
+    if name == RANDOM_TINY_K31:
+        return with_indexer(config_json("tiny"))
     size = {RANDOM_TINY: "tiny", **BENCH_MODELS}.get(name)
     return None if size is None else config_json(size)
 
