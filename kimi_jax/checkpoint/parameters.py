@@ -1,7 +1,7 @@
 """The parameters of a model folder, released or converted, placed on a mesh."""
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,11 +54,30 @@ def read_parameters(
         wanted = names.sources(stored)
         if tied_head:
             wanted = names.with_tied_head(wanted, opened.names())
+        absent = _absent(folder, wanted, opened.names())
+        wanted = {name: source for name, source in wanted.items() if name not in absent}
         names.check({name: opened.info(name) for name in opened.names()}, wanted, str(folder))
-        reader = FolderReader(opened, wanted)
+        reader = ZerosReader(FolderReader(opened, wanted), stored, absent)
         if tied_head:
             _warn_of_own_head(folder, reader, stored[HEAD].shape)
         return place(layout, mesh, specs, reader, progress)
+
+
+@dataclass(frozen=True)
+class ZerosReader:
+    """Reads from ``held``; zeros for parameters that the checkpoint leaves out."""
+
+    held: Reader
+    stored: Mapping[str, ArraySpec]
+    absent: tuple[str, ...]
+
+    def __call__(self, parameter: str, index: Slices) -> np.ndarray[Any, Any]:
+        if parameter not in self.absent:
+            return self.held(parameter, index)
+        spec = self.stored[parameter]
+        return np.zeros(
+            [len(range(*part.indices(size))) for part, size in zip(index, spec.shape, strict=True)], spec.dtype
+        )
 
 
 @dataclass(frozen=True)
@@ -90,13 +109,16 @@ def _read_converted(
     wanted = names.whole_sources(stored)
     if tied_head:
         wanted = names.with_tied_head(wanted, opened.arrays)
+    absent = _absent(opened.path, wanted, opened.arrays)
+    wanted = {name: source for name, source in wanted.items() if name not in absent}
     names.check(opened.arrays, wanted, str(opened.path))
     if tied_head:
         heads = {source: opened.read(source) for name in (HEAD, EMBEDDING) for source in wanted[name].names}
         _warn_of_own_head(opened.path, ArraysReader(heads, wanted), stored[HEAD].shape)
         del heads
-    infos = {name: opened.arrays[wanted[name].names[0]] for name in specs}
-    direct = {name for name, spec in specs.items() if infos[name].shape == spec.shape == layout.placed_shape(spec)}
+    infos = {name: opened.arrays[wanted[name].names[0]] for name in specs if name not in absent}
+    kept = {name: spec for name, spec in specs.items() if name not in absent}
+    direct = {name for name, spec in kept.items() if infos[name].shape == spec.shape == layout.placed_shape(spec)}
     params: dict[str, jax.Array] = {}
     done, total = 0, sum(spec.nbytes for spec in specs.values())
 
@@ -108,12 +130,14 @@ def _read_converted(
             progress(name, done, total)
 
     try:
-        for batch in _batches([name for name in specs if name in direct], infos):
+        for batch in _batches([name for name in kept if name in direct], infos):
             landed(_restore(opened, batch, infos, specs, layout, mesh))
-        for batch in _batches([name for name in specs if name not in direct], infos):
+        for batch in _batches([name for name in kept if name not in direct], infos):
             whole = opened.read_together([infos[name].name for name in batch])
             landed(place(layout, mesh, {name: specs[name] for name in batch}, ArraysReader(whole, wanted)))
             del whole
+        zeros = ZerosReader(ArraysReader({}, wanted), stored, absent)
+        landed(place(layout, mesh, {name: specs[name] for name in absent}, zeros))
     except BaseException:
         free(params)
         raise
@@ -150,6 +174,17 @@ def _batches(wanted: Sequence[str], infos: Mapping[str, TensorInfo]) -> Iterator
         batch.append(name)
     if batch:
         yield batch
+
+
+def _absent(folder: Path, wanted: Mapping[str, names.Source], present: Iterable[str]) -> tuple[str, ...]:
+    """Says so where the biases of the index keys are left out and taken for zero (K3.1 Pro notes, section 3)."""
+    absent = names.absent_key_biases(wanted, present)
+    if absent:
+        warnings.warn(
+            f"{folder}: none of the {len(absent)} indexers has a k_norm.bias: zero is used, and the keys are still centred",
+            stacklevel=3,
+        )
+    return absent
 
 
 def _warn_of_own_head(folder: Path, read: Reader, shape: Sequence[int]) -> None:
