@@ -15,7 +15,7 @@ from kimi_jax.checkpoint.load import Progress, silent
 from kimi_jax.checkpoint.resident import unpack_experts
 from kimi_jax.completion import AnswerBuilder, Completion, Piece, Reading
 from kimi_jax.config import SHIPPED, KimiConfig, load_config
-from kimi_jax.engine.request import Request
+from kimi_jax.engine.request import Request, check, check_ids
 from kimi_jax.engine.runner import Runner
 from kimi_jax.image_encoder import ImageEncoder, picture_settings
 from kimi_jax.layers.vision import vision_only, vision_parameters
@@ -29,8 +29,8 @@ from kimi_jax.placement.layout import Layout, load_layout, validate
 from kimi_jax.placement.mesh import make_mesh
 from kimi_jax.precision import ExpertForm, Precision, choose_precision
 from kimi_jax.problems import ProblemsError, nearest
+from kimi_jax.prompts import Message, Prompt, PromptReader, image_list, image_lists
 from kimi_jax.testing.shipped import SHIPPED_MODELS, shipped_model
-from kimi_jax.text.render import render
 from kimi_jax.text.stop import StopStrings
 from kimi_jax.text.tokenizer import Tokenizer
 from kimi_jax.text.vocabulary import TokenizerMissing
@@ -38,9 +38,6 @@ from kimi_jax.vision_steps import VisionSteps
 
 DEFAULT_SEQUENCE = 8192
 """Tokens a sequence can hold where the caller names no limit; the cache is allocated whole."""
-
-Message = Mapping[str, Any]
-Prompt = str | Sequence[int] | Sequence[Message]
 
 
 class LoadError(ProblemsError):
@@ -64,6 +61,7 @@ class Kimi:
       tokenizer: None when the folder has no tokenizer files; the model then works with ids only.
       vision: reads images; None where the model was loaded without a vision tower.
       no_vision: why it was, for errors.
+      prompts: makes ids and pictures of what a caller hands in; :meth:`generate` begins with it.
     """
 
     def __init__(
@@ -77,14 +75,22 @@ class Kimi:
     ) -> None:
         self.config, self.layout, self.tokenizer, self.runner = config, layout, tokenizer, runner
         self.vision, self.no_vision = vision, no_vision
+        self.prompts = PromptReader(config, tokenizer, vision, no_vision)
 
-    def logits(self, token_ids: Sequence[int]) -> np.ndarray[Any, Any]:
+    def logits(self, token_ids: Sequence[int], images: Any = ()) -> np.ndarray[Any, Any]:
         """Teacher-forced scores from an empty state, float32 [T, vocab].
+
+        Args:
+          token_ids: used as they are; a run of image placeholders for each image.
+          images: as for :meth:`generate`.
 
         Raises:
           RequestError: ids outside the vocabulary, or more of them than a sequence holds.
+          MediaError: an image that cannot be read, or placeholders that are not those of the images.
         """
-        return self.runner.logits(_plain_ids(token_ids))
+        read = self.prompts.read_ids(token_ids, images)
+        check_ids(read.ids, self.config.vocab, self.runner.capacity)
+        return self.runner.logits(read.ids, self.prompts.spans(read))
 
     def generate(
         self,
@@ -111,28 +117,37 @@ class Kimi:
           seed: equal seeds give equal answers; a fresh one is drawn where omitted.
           stop: strings that end the answer and are no part of it.
           logprobs: True to get the log-probability of every drawn id.
-          images: not built yet.
+          images: files as paths or bytes, ``data:`` URLs, or pictures made ready. Before a str; in place of the image parts
+            without a URL of messages, in the order of the prompt; for the placeholders of ids. Other image parts of messages
+            bring a ``data:`` URL (http and https with ``fetch_images``).
           tools: declared to the model, as a client of the OpenAI API sends them.
           options: ``thinking=True`` and ``effort="max"`` of a conversation, ``ignore_eos=False``.
 
         Raises:
           RequestError: something does not fit the model or its limits.
           ChatError: messages that cannot be rendered.
-          LoadError: text asked of a model without tokenizer files; a part that is not built.
+          MediaError: an image that cannot be read, or that has no place in the prompt.
+          PromptError: text asked of a model without tokenizer files, images of one without a vision tower.
+          LoadError: an option that is not built.
         """
         named = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed, "stop": stop}
-        named |= {"logprobs": logprobs, "images": images, "tools": tools}
+        named |= {"logprobs": logprobs, "images": [image_list(images)], "tools": tools}
         return self.generate_batch([prompt], max_tokens, **named, **options)[0]
 
-    def generate_batch(self, prompts: Sequence[Prompt], max_tokens: int = 256, **options: Any) -> list[Completion]:
-        """Continues several prompts together.
+    def generate_batch(
+        self, prompts: Sequence[Prompt], max_tokens: int = 256, images: Any = (), **options: Any
+    ) -> list[Completion]:
+        """Continues several prompts together; ``images`` is then a list of images for each prompt.
 
         In float32 each answer is what :meth:`generate` gives for it alone. In bfloat16 a product over more rows may add in another
         order, and one rounding can turn a close choice.
         """
         if isinstance(prompts, str) or not isinstance(prompts, Sequence):
             raise LoadError("These prompts cannot be used", ["give a list of prompts; generate takes a single one"])
-        wanted = [self._ask(prompt, max_tokens, **options) for prompt in prompts]
+        each = image_lists(images, len(prompts))
+        wanted = [
+            self._ask(prompt, max_tokens, images=given, **options) for prompt, given in zip(prompts, each, strict=True)
+        ]
         builders = [AnswerBuilder(asked.reading, len(asked.request.ids)) for asked in wanted]
         events = self.runner.run([asked.request for asked in wanted])
         for event in events:
@@ -171,46 +186,28 @@ class Kimi:
         effort: str | None = "max",
         ignore_eos: bool = False,
     ) -> _Asked:
-        if images is not None and not (isinstance(images, Sequence) and len(images) == 0):
-            raise _no_images()
         if logprobs not in (None, False, True, 0, 1):
             raise LoadError(
                 "These log-probabilities cannot be given",
                 [f"logprobs = {logprobs}; only those of the drawn ids are built: True"],
             )
         stop = _stop_strings(stop)
-        messages = isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
-        chat = isinstance(prompt, str) or messages
-        if tools and not chat:
-            raise LoadError("Tools cannot be offered", ["the prompt is token ids, used as they are; give messages"])
-        ids = self._render(prompt, tools, thinking, effort) if chat else _plain_ids(prompt)
+        read = self.prompts.read(prompt, images, tools, thinking, effort)
         if stop and self.tokenizer is None:
-            raise self._no_text("stop strings")
+            raise self.prompts.no_text("stop strings")
         stop_ids = () if ignore_eos else self.stop_ids
         request = Request(
-            ids, max_tokens, temperature, top_p, top_k, secrets.randbits(32) if seed is None else seed, stop_ids
+            read.ids, max_tokens, temperature, top_p, top_k, secrets.randbits(32) if seed is None else seed, stop_ids
         )
-        return _Asked(request, Reading(self.tokenizer, chat, thinking, bool(tools), stop, stop_ids))
-
-    def _render(self, prompt: Any, tools: Any, thinking: bool, effort: str | None) -> list[int]:
-        if self.tokenizer is None:
-            raise self._no_text("text prompts")
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        if any(_is_image(part) for message in messages for part in _parts(message)):
-            raise _no_images()
-        return self.tokenizer.encode_segments(render(messages, tools=tools, thinking=thinking, effort=effort))
+        if read.pictures:
+            check(request, self.config.vocab, self.runner.capacity)  # before the tower works
+            request = replace(request, images=self.prompts.spans(read))
+        return _Asked(request, Reading(self.tokenizer, read.chat, thinking, bool(tools), stop, stop_ids))
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
         """Ids that end an answer: those of the configuration and of the tokenizer."""
         return tuple(dict.fromkeys((*self.config.eos, *(self.tokenizer.stop_ids if self.tokenizer else ()))))
-
-    def _no_text(self, what: str) -> LoadError:
-        return LoadError(
-            f"This model cannot read {what}",
-            [f"{self.config.name} has no tokenizer files beside it"],
-            "Give token ids (--ids FILE), or add tiktoken.model and tokenizer_config.json to the folder.",
-        )
 
 
 def load(
@@ -367,23 +364,12 @@ def _check_numbers(config: KimiConfig, capacity: int, chunk: int, block: int) ->
 
 def _refuse_unbuilt(config: KimiConfig, layout: Layout) -> None:
     problems = []
+    if layout.parts("sequence") > 1:
+        problems.append(f"layout {layout.name} cuts the sequence: decode context parallelism is not built yet; try tp8")
     if layout.parts("embed") > 1:
         problems.append(f'layout {layout.name} cuts embed: the hidden vector is kept whole by every step; map it to ""')
     if problems:
         raise LoadError(f"{config.name} cannot be run", problems)
-
-
-def _no_images() -> LoadError:
-    return LoadError("Images cannot be read", ["pictures are not joined to the text model yet; text works"])
-
-
-def _parts(message: Any) -> Sequence[Any]:
-    content = message.get("content") if isinstance(message, Mapping) else None
-    return content if isinstance(content, list | tuple) else ()
-
-
-def _is_image(part: Any) -> bool:
-    return isinstance(part, Mapping) and part.get("type") in ("image", "image_url")
 
 
 def _stop_strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:
@@ -393,15 +379,3 @@ def _stop_strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:
     except (TypeError, ValueError) as error:
         raise LoadError("These stop strings cannot be used", [str(error)]) from None
     return wanted
-
-
-def _plain_ids(ids: Any) -> list[int]:
-    try:
-        array = np.asarray(ids)
-    except ValueError:  # lists of unequal lengths
-        array = np.empty((1, 1))
-    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-        raise LoadError(
-            "This prompt cannot be used", ["give a str, a list of messages, or a flat list of integer token ids"]
-        )
-    return [int(i) for i in array]

@@ -1,7 +1,8 @@
 """The eyes of a loaded model: a picture is read under limits, its rows are computed once and kept on the host."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,12 @@ import numpy as np
 from jaxtyping import Float
 
 from kimi_jax.config import KimiConfig, VisionConfig
+from kimi_jax.engine.request import ImageSpan
 from kimi_jax.media.errors import MediaError, SettingsError
 from kimi_jax.media.fetch import FetchRules
 from kimi_jax.media.limits import Limits
 from kimi_jax.media.picture import Picture
+from kimi_jax.media.prompt import Span
 from kimi_jax.media.rows_cache import RowsCache
 from kimi_jax.media.settings import Settings, load_settings
 from kimi_jax.media.source import Found, from_file, from_url
@@ -23,6 +26,7 @@ ROWS_BYTES = 1 << 30
 """Rows that are kept on the host: 75,000 tokens of images in Kimi-K3."""
 
 Image = str | os.PathLike[str] | bytes | Picture
+IMAGE_TYPES = (str, os.PathLike, bytes, Picture)
 """A file's path, a ``data:`` URL (http and https where fetching is switched on), a file's bytes, or a picture made ready."""
 
 
@@ -75,6 +79,26 @@ class ImageEncoder:
             raise MediaError(f"it is of type {type(image).__name__}; a path, a data: URL, or a file's bytes work")
         return self.prepare(found, deadline)
 
+    def read_each(self, wanted: Sequence[tuple[str, Callable[[], Picture]]]) -> list[Picture]:
+        """Several pictures.
+
+        Args:
+          wanted: for each what it is called in errors, and what reads it.
+
+        Raises:
+          MediaError: names all that cannot be used.
+        """
+        pictures, problems, hint = [], [], ""
+        for name, read in wanted:
+            try:
+                pictures.append(read())
+            except MediaError as error:
+                problems += [f"{name}: {problem}" for problem in error.problems]
+                hint = hint or error.hint
+        if problems:
+            raise MediaError(*problems, hint=hint)
+        return pictures
+
     def read_url(self, url: str) -> Picture:
         """The picture behind the URL of an image part: local files are out of reach.
 
@@ -98,17 +122,24 @@ class ImageEncoder:
         """Rows of each picture for the text stream, in the activation dtype; those seen lately are not computed again.
 
         Raises:
-          ValueError: a grid that the tower does not take.
+          MediaError: a size that the tower does not take.
         """
-        return self.kept.rows(pictures, lambda missing: self.steps.embed(self.params, missing))
+        with _tower_errors():
+            return self.kept.rows(pictures, lambda missing: self.steps.embed(self.params, missing))
+
+    def spans(self, places: Sequence[Span], pictures: Sequence[Picture]) -> tuple[ImageSpan, ...]:
+        """What a request carries of the pictures whose placeholders stand at some places of its prompt."""
+        rows = self.embed(pictures)
+        return tuple(ImageSpan(place.start, row, place.digest) for place, row in zip(places, rows, strict=True))
 
     def pack(self, pictures: Sequence[Picture]) -> list[TowerCall]:
         """The calls that compute some pictures; touches no device, so that any thread may do it.
 
         Raises:
-          ValueError: a grid that the tower does not take.
+          MediaError: a size that the tower does not take.
         """
-        return self.steps.packs_of(pictures)
+        with _tower_errors():
+            return self.steps.packs_of(pictures)
 
     def run(self, call: TowerCall) -> dict[int, Float[np.ndarray, "tokens embed"]]:
         """Rows by the number of their picture among those that were packed."""
@@ -117,6 +148,15 @@ class ImageEncoder:
     def warm(self) -> None:
         """Compiles every program, so that no image waits for a compiler."""
         self.steps.warm(self.params)
+
+
+@contextmanager
+def _tower_errors() -> Iterator[None]:
+    """A picture that the tower does not take is one that cannot be read."""
+    try:
+        yield
+    except ValueError as error:
+        raise MediaError(str(error)) from None
 
 
 def picture_settings(folder: Path, config: KimiConfig, wanted: bool | None) -> tuple[Settings | None, str]:

@@ -11,6 +11,7 @@ from kimi_jax.checkpoint.header import CheckpointError
 from kimi_jax.config import ConfigError
 from kimi_jax.engine.request import RequestError
 from kimi_jax.problems import ProblemsError
+from kimi_jax.prompts import PromptError
 from kimi_jax.testing.checkpoints import write_random_checkpoint
 from kimi_jax.testing.configs import config_json
 
@@ -33,7 +34,7 @@ class TestPrompts:
     )
     def test_what_is_no_prompt(self, model, prompt):
         for ask in (model.generate, model.stream, model.logits):
-            with pytest.raises(LoadError, match="a flat list of integer token ids"):
+            with pytest.raises(PromptError, match="a flat list of integer token ids"):
                 ask(prompt)  # red (TypeError, KeyError) when it is indexed before it is looked at
 
     @pytest.mark.parametrize("prompt", [[], (), np.array([], np.int32), [1024], [-1], [1] * 9000])
@@ -53,7 +54,7 @@ class TestPrompts:
     @pytest.mark.parametrize("kind", ["image", "image_url"])
     def test_an_image_in_a_message_is_not_dropped(self, model, kind):
         parts = [{"type": "text", "text": "What is it?"}, {"type": kind, kind: {"url": "data:"}}]
-        with pytest.raises(LoadError, match="pictures are not joined to the text model"):
+        with pytest.raises(PromptError, match=r"is a text model: its config\.json has no vision_config"):
             model.generate([{"role": "user", "content": parts}])  # red when the part is rendered as an empty place
 
     def test_no_prompts_are_no_work(self, model, monkeypatch):
@@ -62,7 +63,7 @@ class TestPrompts:
 
     @pytest.mark.parametrize("tools", [[{"type": "function", "function": {"name": "f"}}]])
     def test_tools_need_messages(self, model, tools):
-        with pytest.raises(LoadError, match="the prompt is token ids"):
+        with pytest.raises(PromptError, match="the prompt is token ids"):
             model.generate([1, 2], tools=tools)  # red when they are ignored in silence
 
 
@@ -78,16 +79,13 @@ class TestOptions:
             ({"stop": ["a", ""]}, r"stop\[1\] is empty"),
             ({"stop": [5]}, r"stop\[0\] is of type int"),
             ({"logprobs": 5}, "only those of the drawn ids"),
-            ({"images": ["a"]}, "pictures are not joined to the text model"),
+            ({"images": ["a"]}, "is a text model: its config.json has no vision_config"),
             ({"effort": "medium"}, "medium"),
             ({"temperature": 10**400}, "temperature = 1000"),  # red (OverflowError) when it is made a float first
             ({"temperature": 10**5000}, "temperature = .*it must be a number"),
             ({"temperature": "hot"}, "temperature = 'hot'; it must be a number"),
             ({"max_tokens": None}, "max_tokens = None; it must be an integer"),
-            (
-                {"images": 5},
-                "pictures are not joined to the text model",
-            ),  # red (TypeError) when its length is asked for
+            ({"images": 5}, "images is of type int"),  # red (TypeError) when its length is asked for
             ({"stop": 5}, "stop strings cannot be used"),
         ],
     )

@@ -10,16 +10,20 @@ IMAGE_PARTS = ("image", "image_url")
 
 
 class ImagePart(NamedTuple):
-    """An image that a message refers to: its place in the request, for errors, and its URL."""
+    """An image that a message refers to: its place in the request, for errors, and its URL, empty where it has none."""
 
     where: str
     url: str
 
 
-def image_parts(messages: Sequence[Message]) -> list[ImagePart]:
+def image_parts(messages: Sequence[Message], *, bare: bool = False) -> list[ImagePart]:
     """Every image that `render` gives a prompt to, in its order: tool results are put in the order of their calls.
 
     Text is never searched for images, whatever it says.
+
+    Args:
+      messages: of a conversation.
+      bare: whether a part may have no URL, its picture coming from elsewhere.
 
     Raises:
       ChatError: image parts without a URL, each with its place in the request.
@@ -30,8 +34,8 @@ def image_parts(messages: Sequence[Message]) -> list[ImagePart]:
             continue  # the renderer says so
         for where, part in _parts(item.message, f"messages[{item.index}]"):
             url = _url(part)
-            if isinstance(url, str):
-                found.append(ImagePart(where, url))
+            if isinstance(url, str) or (bare and url is None):
+                found.append(ImagePart(where, url or ""))
             else:
                 problems.append(
                     f"{where} is an image part whose URL is {shown(url)}; "
