@@ -364,8 +364,6 @@ def _check_numbers(config: KimiConfig, capacity: int, chunk: int, block: int) ->
 
 def _refuse_unbuilt(config: KimiConfig, layout: Layout) -> None:
     problems = []
-    if layout.parts("sequence") > 1:
-        problems.append(f"layout {layout.name} cuts the sequence: decode context parallelism is not built yet; try tp8")
     if layout.parts("embed") > 1:
         problems.append(f'layout {layout.name} cuts embed: the hidden vector is kept whole by every step; map it to ""')
     if problems:
