@@ -13,10 +13,10 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from kimi_jax.cli.generate import DIM, PLAIN, read_json
+from kimi_jax.cli.images import add_image_argument, as_url, image_problems
 from kimi_jax.cli.model_args import ArgumentError, add_model_arguments, load_model
 from kimi_jax.problems import ProblemsError
 from kimi_jax.text.effort import EFFORTS
-from kimi_jax.text.render import render
 
 if TYPE_CHECKING:
     from kimi_jax.api import Kimi
@@ -34,6 +34,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--messages", metavar="FILE", help="go on with a conversation from /save, or a list of messages"
     )
+    add_image_argument(parser, "with the first message")
     parser.add_argument("--max-tokens", type=int, default=None, help="of one answer (default: what the context holds)")
     parser.add_argument("--temperature", "--temp", type=float, default=1.0)
     parser.add_argument("--top-p", type=float, default=0.95)
@@ -54,6 +55,8 @@ def run(args: argparse.Namespace) -> int:
         )
     names = ("temperature", "top_p", "top_k", "seed", "thinking", "effort")
     chat = Chat(model, {name: getattr(args, name) for name in names}, messages, args.max_tokens)
+    for image in args.image:
+        chat.attach(image)
     chat.talk(_typed() if sys.stdin.isatty() else (line.rstrip("\n") for line in sys.stdin))
     return 0
 
@@ -81,6 +84,7 @@ class Chat:
     ) -> None:
         self.model, self.options, self.max_tokens = model, options, max_tokens
         self.messages = list(messages)
+        self._attached: list[dict[str, Any]] = []
         self._out, self._notes = out or sys.stdout, notes or sys.stderr
         self._dim, self._plain = (DIM, PLAIN) if self._out.isatty() else ("", "")
 
@@ -91,15 +95,27 @@ class Chat:
                 continue
             try:
                 if not line.startswith("/"):
-                    self.answer(line)
+                    self.answer([*self._attached, {"type": "text", "text": line}] if self._attached else line)
+                    self._attached.clear()
                 elif not self.command(line):
                     return
             except (ProblemsError, OSError) as error:
                 self._note(str(error))
 
-    def answer(self, text: str) -> None:
+    def attach(self, image: str) -> None:
+        """A picture, by file or URL, that goes before the text of the next message.
+
+        Raises:
+          MediaError: it cannot be read.
+          PromptError: this model reads no images.
+        """
+        part = {"type": "image_url", "image_url": {"url": as_url(image)}}
+        self.model.prompts.read([{"role": "user", "content": [part]}], ())
+        self._attached.append(part)
+
+    def answer(self, content: str | list[dict[str, Any]]) -> None:
         """Adds a message of the user and the model's answer to it. A message that cannot be answered is taken back."""
-        self.messages.append({"role": "user", "content": text})
+        self.messages.append({"role": "user", "content": content})
         try:
             self.messages.append(self._ask())
         except BaseException:
@@ -134,10 +150,8 @@ class Chat:
 
     def used(self) -> int:
         """Tokens of the conversation as the model will read it next."""
-        tokenizer = self.model.tokenizer
-        assert tokenizer is not None
         options = {name: self.options[name] for name in ("thinking", "effort") if name in self.options}
-        return len(tokenizer.encode_segments(render(self.messages, **options))) if self.messages else 0
+        return len(self.model.prompts.read(self.messages, (), **options).ids) if self.messages else 0
 
     def _show(self, piece: "Piece", said: dict[str, list[str]]) -> None:
         if piece.reasoning:
@@ -156,6 +170,7 @@ class Chat:
             return False
         commands: dict[str, Callable[[str], None]] = {
             "help": self._help,
+            "image": self._image,
             "reset": self._reset,
             "retry": self._retry,
             "save": self._save,
@@ -169,6 +184,7 @@ class Chat:
 
     def _help(self, _: str) -> None:
         self._note(
+            "/image FILE   a picture to go before the next message; a URL works too\n"
             "/reset        forget the conversation\n"
             "/retry        answer the last message again\n"
             "/save FILE    write the conversation; --messages FILE goes on with it\n"
@@ -177,7 +193,15 @@ class Chat:
             "Ctrl-C stops an answer. A line that ends in \\ goes on in the next."
         )
 
+    def _image(self, name: str) -> None:
+        if not name:
+            self._note("/image needs a file or a URL.")
+            return
+        self.attach(name)
+        self._note(f"Pictures before the next message: {len(self._attached)}.")
+
     def _reset(self, _: str) -> None:
+        self._attached.clear()
         self.messages = [message for message in self.messages if message.get("role") == "system"]
         self._note("The conversation is forgotten.")
 
@@ -279,5 +303,5 @@ def _check_numbers(args: argparse.Namespace) -> None:
 
     names = ("max_tokens", "temperature", "top_p", "top_k", "seed")
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
-    if problems := number_problems(**given):
+    if problems := [*number_problems(**given), *image_problems(args)]:
         raise ArgumentError("This cannot be said", problems)

@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from kimi_jax.cli.images import add_image_argument, image_problems
 from kimi_jax.cli.model_args import ArgumentError, add_model_arguments, load_model
 from kimi_jax.text.tokenizer import EncodeError
 
@@ -27,6 +28,9 @@ def add_parser(subparsers: Any) -> None:
         "--messages", metavar="FILE", help="JSON list of chat messages, or an object with messages and tools"
     )
     prompt.add_argument("--ids", metavar="FILE", help="JSON list of token ids, used as they are")
+    add_image_argument(
+        parser, "before --prompt, for an image part without a URL of --messages, or for placeholders of --ids"
+    )
     parser.add_argument("--raw", action="store_true", help="no chat template: the prompt's text is continued")
     parser.add_argument("--max-tokens", type=int, default=256)
     parser.add_argument("--temperature", "--temp", type=float, default=0.0)
@@ -61,6 +65,7 @@ def run(args: argparse.Namespace) -> int:
         "top_k": args.top_k,
         "seed": args.seed,
         "stop": args.stop,
+        "images": args.image,
         "tools": tools,
         "thinking": args.thinking,
         "effort": args.effort or "max",
@@ -111,6 +116,9 @@ def _check_options(args: argparse.Namespace) -> None:
         problems.append("--stop: a stop string has at least one character")
     if args.effort not in (None, *EFFORTS):
         problems.append(f"--effort {args.effort}; choose {', '.join(EFFORTS)}")
+    problems += image_problems(args)
+    if args.raw and args.image:
+        problems.append("--image has no place in --raw text; leave out --raw")
     if args.raw or args.ids is not None:
         flags = {"--effort": args.effort is not None, "--no-thinking": not args.thinking}
         how = "--raw continues --prompt as it is" if args.raw else "--ids are used as they are"

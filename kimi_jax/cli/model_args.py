@@ -57,6 +57,12 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         "--impl", choices=IMPLS, default=None, help="what every op runs (default: kernels on a GPU, XLA elsewhere)"
     )
     parser.add_argument("--prefill-chunk", type=int, default=512, help="most prompt tokens in one call")
+    parser.add_argument(
+        "--no-vision", dest="vision", action="store_false", help="leave the vision tower in its file; text only"
+    )
+    parser.add_argument(
+        "--fetch-images", action="store_true", help="ask other machines for pictures that are http(s) URLs"
+    )
     parser.add_argument("--draft", default=None, help="draft checkpoint (not built yet)")
 
 
@@ -108,6 +114,8 @@ def load_model(args: argparse.Namespace) -> "Kimi":
         "max_seq_len": args.max_seq_len,
         "experts": args.experts,
         "impl": args.impl,
+        "vision": None if args.vision else False,
+        "fetch_images": args.fetch_images,
         "prefill_chunk": args.prefill_chunk,
     }
     with LoadProgress() as progress:

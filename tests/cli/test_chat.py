@@ -13,6 +13,7 @@ from kimi_jax.cli.chat import Chat
 from kimi_jax.cli.generate import DIM, PLAIN
 from kimi_jax.cli.main import main
 from kimi_jax.completion import Piece
+from kimi_jax.prompts import PromptReader
 from kimi_jax.text.errors import ChatError
 from kimi_jax.text.render import render
 from tests.serve.model import folder
@@ -25,7 +26,7 @@ ANSWER = [Piece(reasoning="H"), Piece(reasoning="m."), Piece(text="Yes", token_i
 class Model:
     """Answers with pieces from a script, one list an answer, and notes what it was asked."""
 
-    tokenizer, runner = TINY, SimpleNamespace(capacity=1000)
+    tokenizer, runner, prompts = TINY, SimpleNamespace(capacity=1000), PromptReader(None, TINY, None)
 
     def __init__(self, *answers):
         self.answers, self.asked, self.closed = list(answers), [], 0
