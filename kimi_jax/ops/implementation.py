@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any, Literal
 
 Impl = Literal["reference", "pallas", "interpret"]
@@ -52,3 +53,8 @@ def choose(op: str, impl: str, built: Mapping[str, Callable[..., Any]]) -> Calla
     if impl not in built:
         raise ValueError(f"{op} has no implementation {impl!r}; built: {', '.join(sorted(built))}")
     return built[impl]
+
+
+def ways(reference: Callable[..., Any], kernel: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
+    """What :func:`choose` chooses from where there are both forms; the kernel takes ``interpret``."""
+    return {"reference": reference, "pallas": kernel, "interpret": partial(kernel, interpret=True)}

@@ -11,6 +11,7 @@ import pytest
 from kimi_jax.ops.indexer import api
 from kimi_jax.ops.indexer.keys import IndexCache, decode, encode
 from tests.conftest import FIXTURES
+from tests.ops.mla_contract import jitted
 
 FORMS = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "fp8": ml_dtypes.float8_e4m3fn, "mxfp4": np.uint8}
 
@@ -90,7 +91,7 @@ class TopKContract:
     impl = "reference"
 
     def top_k(self, scores: np.ndarray, k: int) -> np.ndarray:
-        found = jax.jit(partial(api.top_k, k=k, impl=self.impl))(scores)
+        found = jitted(partial(api.top_k, k=k, impl=self.impl), self.impl)(scores)
         assert found.dtype == jnp.int32
         return np.asarray(found)
 
@@ -121,7 +122,7 @@ class ScoresContract:
     tolerance = 1e-4
 
     def scores(self, q, w, index: IndexCache, positions, pages=None) -> np.ndarray:
-        found = jax.jit(partial(api.scores, impl=self.impl))(q, w, index, positions, pages)
+        found = jitted(partial(api.scores, impl=self.impl), self.impl)(q, w, index, positions, pages)
         assert found.dtype == jnp.float32
         return np.asarray(found)
 
@@ -176,7 +177,8 @@ class SelectContract:
     def test_a_ranking_many_times_longer_than_the_choice(self, budget):
         # red when a chunk of queries meets the positions of another, or is filled up with real ones (PF-44)
         q, w, keys, positions = question(4, 7, 300)
-        found = api.select(q, w, held(keys), positions, k=16, impl=self.impl, budget=budget)
+        run = jitted(partial(api.select, k=16, impl=self.impl, budget=budget), self.impl)
+        found = run(q, w, held(keys), positions)
         np.testing.assert_array_equal(found, best(oracle(q, w, keys, positions), 16))
         assert (np.asarray(found)[:, 0] == -1).all()  # padding
         assert (np.asarray(found) <= positions[..., None]).all()  # a row of several never sees the one after it

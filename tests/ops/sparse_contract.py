@@ -1,6 +1,6 @@
 """What every implementation of attention over chosen rows must do, against float64 and the golden parts of k31-tiny."""
 
-from functools import partial
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -38,6 +38,16 @@ def mask_form(case: Case, chosen: np.ndarray) -> np.ndarray:
     return np.einsum("btns,bsnv->btnv", weight, keys[..., NOPE:])
 
 
+@cache
+def attending(impl: str, budget: int = sparse.BYTES):
+    return jitted(partial(sparse.attend_selected, nope_dim=NOPE, impl=impl, budget=budget), impl)
+
+
+@cache
+def attending_partial(impl: str, latent_dim: int, scale: float):
+    return jitted(partial(sparse.attend_selected_partial, latent_dim=latent_dim, scale=scale, impl=impl), impl)
+
+
 class SelectedContract:
     """What every implementation of attend_selected and attend_selected_partial must do. Subclasses set `impl`."""
 
@@ -45,12 +55,11 @@ class SelectedContract:
     tolerance = 3e-6
 
     def attend(self, case: Case, chosen: np.ndarray, **options) -> np.ndarray:
-        run = jitted(partial(sparse.attend_selected, nope_dim=NOPE, impl=self.impl, **options), self.impl)
+        run = attending(self.impl, **options)
         return np.asarray(run(*map(jnp.asarray, case[:3]), chosen))
 
     def partial(self, query, latent, chosen, latent_dim, scale) -> tuple[np.ndarray, np.ndarray]:
-        run = partial(sparse.attend_selected_partial, latent_dim=latent_dim, scale=scale, impl=self.impl)
-        value, log = jitted(run, self.impl)(query, latent, chosen)
+        value, log = attending_partial(self.impl, latent_dim, scale)(query, latent, chosen)
         assert value.dtype == log.dtype == jnp.float32
         return np.asarray(value), np.asarray(log)
 
@@ -77,17 +86,17 @@ class SelectedContract:
         case = make(2, [70, 33], tokens=2, length=96)
         chosen = choose(case, 16)
         pool, table = in_pages(case, 32)
-        run = jitted(partial(sparse.attend_selected, nope_dim=NOPE, impl=self.impl), self.impl)
+        run = attending(self.impl)
         found = np.asarray(run(*map(jnp.asarray, pool[:3]), chosen, pages=table))
         np.testing.assert_allclose(found, mask_form(case, chosen), rtol=0, atol=self.tolerance * 10)
 
     def test_what_is_not_chosen_may_be_anything(self):
         # red when a row with weight zero is multiplied, or what fills up reads row 0
-        case = make(3, [50, 30], tokens=2, length=60, padding=1)
+        case = make(3, [50, 30], tokens=2, length=64, padding=1)
         chosen = choose(case, 12)
         chosen[chosen == 0] = -1
         clean = self.attend(case, chosen)
-        left = np.ones((2, 60), bool)
+        left = np.ones((2, 64), bool)
         for row in range(2):
             left[row, np.unique(chosen[row][chosen[row] >= 0])] = False
         case.cache[left] = np.nan
@@ -103,10 +112,10 @@ class SelectedContract:
 
     def test_the_gate_and_its_dtype(self):
         # red when the gate is left out, or of another token or head (PF-16)
-        case, random = make(5, [60, 40], tokens=2), np.random.default_rng(0)
+        case, random = make(5, [60, 40], tokens=2, length=64), np.random.default_rng(0)
         gate = random.normal(size=(2, 2, HEADS, VALUE)).astype(np.float32)
         chosen = choose(case, 12)
-        run = jitted(partial(sparse.attend_selected, nope_dim=NOPE, impl=self.impl), self.impl)
+        run = attending(self.impl)
         found = run(*map(jnp.asarray, case[:3]), chosen, gate=jnp.asarray(gate))
         expected = mask_form(case, chosen) / (1 + np.exp(-gate))
         np.testing.assert_allclose(found, expected, rtol=0, atol=self.tolerance)

@@ -3,23 +3,20 @@
 ``score[t, s] = sum over heads of w[t, head] * relu(q[t, head] . key[s])``; candidates are the positions up to the query's own.
 """
 
-from collections.abc import Callable
-from typing import Any
-
 import jax
 from jaxtyping import Array, Float, Int
 
 from kimi_jax.ops.chunks import by_chunks
-from kimi_jax.ops.implementation import choose
-from kimi_jax.ops.indexer import reference
+from kimi_jax.ops.implementation import choose, ways
+from kimi_jax.ops.indexer import kernels, reference
 from kimi_jax.ops.indexer.keys import IndexCache
 
 BYTES = 256 << 20
 """Scores that ``select`` holds at once, unless one token of every row needs more."""
 
-# no kernels yet: every implementation runs XLA's form
-SCORES: dict[str, Callable[..., Any]] = dict.fromkeys(("reference", "pallas", "interpret"), reference.scores)
-TOP_K: dict[str, Callable[..., Any]] = dict.fromkeys(("reference", "pallas", "interpret"), reference.top_k)
+SCORES = ways(reference.scores, kernels.scores)
+TOP_K = ways(reference.top_k, kernels.top_k)
+SELECT = ways(reference.select, kernels.select)
 
 
 def scores(
@@ -56,7 +53,7 @@ def top_k(scores: Float[Array, "*queries length"], k: int, impl: str = "referenc
     """
     run = choose("indexer.top_k", impl, TOP_K)
     with jax.named_scope("indexer_top_k"):
-        return run(scores, k)
+        return run(scores, k=k)
 
 
 def select(
@@ -77,11 +74,13 @@ def select(
       k: tokens that a query may attend to.
       budget: bytes of scores that may exist at once; queries run in chunks that fit, of at least one token a row.
     """
+    run = choose("indexer.select", impl, SELECT)
     rows = positions.shape[0]
     room = index.keys.shape[1] * (1 if pages is None else pages.shape[1])
 
     def some(given: tuple[Array, Array, Array]) -> Array:
         q, w, positions = given
-        return top_k(scores(q, w, index, positions, pages, impl), k, impl)
+        with jax.named_scope("indexer_select"):
+            return run(q, w, index, positions, pages, k=k)
 
     return by_chunks(some, (q, w, positions), (0, 0, -1), max(1, budget // (4 * rows * room)))

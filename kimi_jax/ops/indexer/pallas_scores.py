@@ -16,7 +16,8 @@ from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float, Int
 
 from kimi_jax.ops.indexer.keys import IndexCache
-from kimi_jax.ops.mla.launch import capacity, check_cache, dot, launch, limit, load, locate_each, padded, span
+from kimi_jax.ops.launch import dot, launch, limit, load, padded, span
+from kimi_jax.ops.mla.launch import capacity, check_cache, locate_each
 from kimi_jax.ops.moe.products import product, product_of
 from kimi_jax.ops.once import once
 from kimi_jax.quant.mxfp4 import GROUP, SCALE_BIAS
@@ -28,7 +29,7 @@ TOKENS = 4
 """Tokens whose heads a program holds at once: 32 registers of queries each."""
 
 PROGRAMS = 2048
-"""Programs of a call: eight for each of an MI355X's 256 compute units (sharding/devices), so that some read while others multiply."""
+"""Programs of a call: eight for each of an MI355X's 256 compute units (sharding/devices): some read while others multiply."""
 
 
 @once
@@ -51,7 +52,7 @@ def scores(
       ValueError: a size at which offsets of kernels turn negative.
     """
     check_cache(index.keys, None, "an index cache")
-    rows, tokens, heads, _ = q.shape
+    rows, tokens = positions.shape
     page, room = index.keys.shape[1], capacity(index.keys, pages)
     size = min(TOKENS, tokens)
     blocks = pl.cdiv(tokens, size)

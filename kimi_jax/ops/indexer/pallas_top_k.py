@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float, Int
 
-from kimi_jax.ops.mla.launch import launch, load, span
+from kimi_jax.ops.launch import launch, load, span
 from kimi_jax.ops.once import once
 
 ROUND = 8
@@ -55,6 +55,8 @@ def top_k(
     if k > MOST:
         raise ValueError(f"top_k of {k}: a kernel keeps at most {MOST}; nearest that works: {MOST}, or the reference")
     *queries, length = scores.shape
+    if not scores.size:
+        return jnp.full((*queries, k), -1, jnp.int32)
     positions = None if positions is None else positions.reshape(-1)
     held: tuple[Array, ...] = (scores.reshape(-1, length),)
     entries, block = [length], max(min(ROUND * pl.next_power_of_2(k), LARGEST), SMALLEST)

@@ -56,6 +56,19 @@ def top_k(scores: Float[Array, "*queries length"], k: int) -> Int[Array, "*queri
     return jnp.pad(chosen, [(0, 0)] * (scores.ndim - 1) + [(0, k - chosen.shape[-1])], constant_values=-1)
 
 
+def select(
+    q: Float[Array, "rows tokens heads width"],
+    w: Float[Array, "rows tokens heads"],
+    index: IndexCache,
+    positions: Int[Array, "rows tokens"],
+    pages: Int[Array, "rows pages"] | None = None,
+    *,
+    k: int,
+) -> Int[Array, "rows tokens k"]:
+    """See ``api.select``; all queries at once."""
+    return top_k(scores(q, w, index, positions, pages), k)
+
+
 def _block(queries: int, room: int, page: int) -> int:
     """Keys per step: whole pages, no more than there are."""
     fits = min(max(BLOCK_BYTES // (4 * queries), FEWEST), MOST)

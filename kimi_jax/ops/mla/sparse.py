@@ -3,16 +3,14 @@
 Always absorbed: the chosen rows of a token are gathered once and serve all heads.
 """
 
-from collections.abc import Callable
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kimi_jax.ops.chunks import by_chunks
-from kimi_jax.ops.implementation import choose
+from kimi_jax.ops.implementation import choose, ways
 from kimi_jax.ops.linear.weights import Matrix, widened
+from kimi_jax.ops.mla import sparse_kernels
 from kimi_jax.ops.mla.reference import absorb, einsum, gated
 
 BYTES = 256 << 20
@@ -39,7 +37,8 @@ def attend_selected(
       kv_b: its ``expand``.
       selected: int32 positions of each query, none twice; -1 fills up. A query with none gives zeros.
       impl: which implementation runs.
-      budget: bytes of gathered rows that may exist at once; queries run in chunks that fit, of at least one token a row.
+      budget: bytes of gathered rows, or of parts of results where kernels gather, that may exist at once; queries run in chunks
+        that fit, of at least one token a row.
     """
     run = choose("mla.attend_selected", impl, ATTEND)
     with jax.named_scope("mla_selected"):
@@ -144,6 +143,5 @@ def _partial(
     return by_chunks(some, (query, selected), (0, -1), max(1, budget // each))
 
 
-# no kernels yet: every implementation runs XLA's form
-ATTEND: dict[str, Callable[..., Any]] = dict.fromkeys(("reference", "pallas", "interpret"), _attend)
-PARTIAL: dict[str, Callable[..., Any]] = dict.fromkeys(("reference", "pallas", "interpret"), _partial)
+ATTEND = ways(_attend, sparse_kernels.attend)
+PARTIAL = ways(_partial, sparse_kernels.attend_partial)

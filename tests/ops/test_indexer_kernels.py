@@ -1,0 +1,103 @@
+"""The kernels of the sparse indexer, interpreted: the same contract as the reference, and every edge of their tiles."""
+
+from functools import cache, partial
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kimi_jax.ops.indexer import api, pallas_scores, pallas_top_k, reference
+from kimi_jax.ops.indexer.keys import IndexCache
+from tests.ops.indexer_contract import ScoresContract, SelectContract, TopKContract
+from tests.ops.mla_contract import jitted
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small_tiles():
+    """Several shares of several tiles, and three rounds of blocks, in a few hundred keys."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pallas_scores, "KEYS", 32)
+        patch.setattr(pallas_scores, "PROGRAMS", 6)
+        patch.setattr(pallas_top_k, "SMALLEST", 64)
+        yield
+
+
+@cache
+def top_k(k):
+    return jitted(partial(api.top_k, k=k, impl="interpret"), "interpret")
+
+
+class TestTopK(TopKContract):
+    impl = "interpret"
+
+    def top_k(self, scores, k):
+        """With more queries and candidates that are hidden: one program for most cases."""
+        flat = scores.reshape(-1, scores.shape[-1])
+        more = [(0, -size % step) for size, step in zip(flat.shape, (12, 64), strict=True)]
+        found = np.asarray(top_k(k)(np.pad(flat, more, constant_values=-np.inf)))
+        assert found.dtype == np.int32 and (found[len(flat) :] == -1).all()
+        return found[: len(flat)].reshape(*scores.shape[:-1], k)
+
+    def test_no_queries_or_no_candidates(self):
+        # red when a launch without programs is tried
+        assert api.top_k(jnp.zeros((2, 0, 9)), 4, impl="interpret").shape == (2, 0, 4)
+        assert (api.top_k(jnp.zeros((3, 0)), 4, impl="interpret") == -1).all()
+
+
+LENGTH, WANTED = 700, 8
+"""Candidates of the sweeps: eleven blocks of 64, of which two remain, then one; and how many are chosen."""
+
+ROUNDED = st.sampled_from([0.0, -0.0, 1.0, -1.0, 1e-40, -np.inf, np.inf, 3.0])
+EDGES = st.sampled_from([0, 1, 7, 8, 9, 63, 64, 65, 127, 128, 512, 513, 576, 699, 700])
+
+
+@cache
+def visible_top_k():
+    return jitted(partial(pallas_top_k.top_k, k=WANTED, interpret=True), "interpret")
+
+
+@hypothesis.settings(max_examples=60)
+@hypothesis.given(
+    ends=st.lists(EDGES, min_size=3, max_size=3), values=st.lists(ROUNDED, min_size=1, max_size=5), data=st.data()
+)
+def test_every_edge_of_a_block_and_every_kind_of_tie(ends, values, data):
+    # red when a round loses a tie, counts what lies behind the last candidate, or a block leaves too few or too many
+    random = np.random.default_rng(data.draw(st.integers(0, 9)))
+    scores = random.choice(np.array(values, np.float32), (3, LENGTH))
+    if data.draw(st.booleans()):
+        scores[1] = random.normal(size=LENGTH)  # all different
+    seen = np.where(np.arange(LENGTH) < np.array(ends)[:, None], scores, -np.inf)
+    behind = np.where(np.isneginf(seen), np.float32(np.nan), seen)
+    hidden = np.where(np.arange(LENGTH) < np.array(ends)[:, None], scores, behind)
+    found = visible_top_k()(hidden, np.array(ends, np.int32) - 1)
+    np.testing.assert_array_equal(found, reference.top_k(jnp.asarray(seen), WANTED))
+
+
+def test_too_many_wanted_is_refused():
+    # red when a block keeps all it has for ever
+    with pytest.raises(ValueError, match="top_k of 8193: a kernel keeps at most 8192; nearest that works: 8192"):
+        api.top_k(jnp.zeros((1, 9000)), 8193, impl="interpret")
+
+
+def test_eight_bits_between_two_and_four_billion_elements_are_refused():
+    # red when offsets of a kernel would turn negative without a word
+    index = IndexCache(jax.ShapeDtypeStruct((24, 1 << 20, 128), jnp.float8_e4m3fn), ())
+    q, w, positions = (
+        jax.ShapeDtypeStruct(shape, dtype)
+        for shape, dtype in (((24, 1, 32, 128), jnp.bfloat16), ((24, 1, 32), jnp.float32), ((24, 1), jnp.int32))
+    )
+    with pytest.raises(
+        ValueError, match=r"an index cache of \d+ one-byte elements.*nearest that works: 16 or 33 of 24"
+    ):
+        jax.eval_shape(partial(api.scores, impl="pallas"), q, w, index, positions)
+
+
+class TestScores(ScoresContract):
+    impl = "interpret"
+
+
+class TestSelect(SelectContract):
+    impl = "interpret"

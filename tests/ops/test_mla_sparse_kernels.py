@@ -1,0 +1,53 @@
+"""The kernels of attention over chosen rows, interpreted: the same contract as the reference, and every edge of their tiles."""
+
+from functools import cache, partial
+
+import hypothesis
+import hypothesis.strategies as st
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kimi_jax.ops.mla import merge, sparse, sparse_split
+from tests.ops.mla_contract import NOPE, in_pages, jitted, make
+from tests.ops.sparse_contract import SelectedContract, choose, mask_form
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small_tiles():
+    """Several shares, and several steps that join them, of a few hundred chosen rows."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sparse_split, "SHARE", 32)
+        patch.setattr(merge, "PARTS", 4)
+        yield
+
+
+class TestSelected(SelectedContract):
+    impl = "interpret"
+
+
+K, LENGTH = 100, 200
+"""Chosen rows, three whole tiles and a part of one, of so many cached ones."""
+
+
+@cache
+def paged():
+    return jitted(partial(sparse.attend_selected, nope_dim=NOPE, impl="interpret"), "interpret")
+
+
+@hypothesis.settings(max_examples=20)
+@hypothesis.given(
+    counts=st.lists(st.sampled_from([0, 1, 31, 32, 33, 64, 96, 99, 100]), min_size=6, max_size=6),
+    seed=st.integers(0, 5),
+    front=st.booleans(),
+)
+def test_every_edge_of_a_tile_and_a_share(counts, seed, front):
+    # red when a share ends one row early or late, what no share holds is joined, or rows behind a gap are left out
+    case = make(seed, [LENGTH, 150], tokens=3, length=LENGTH)
+    chosen = choose(case, K, seed)
+    chosen = np.where(np.arange(K) < np.array(counts).reshape(2, 3, 1), chosen, -1)
+    if not front:
+        chosen = np.ascontiguousarray(chosen[..., ::-1])
+    pool, table = in_pages(case, 24, seed)
+    found = np.asarray(paged()(*map(jnp.asarray, pool[:3]), chosen, pages=table))
+    np.testing.assert_allclose(found, mask_form(case, chosen), rtol=0, atol=1e-5)
