@@ -124,7 +124,9 @@ def with_options(ask: Ask) -> Layout:
         axes = {"draft_heads": heads, "draft_ffn": heads, **axes}
     if ask.vision == "split" and ask.config.vision is not None:
         sizes = {"vision_heads": ask.config.vision.heads, "vision_ffn": ask.config.vision.mlp_width}
-        axes = {**{axis: heads for axis, size in sizes.items() if size % layout.parts("heads") == 0}, **axes}
+        cut = {axis: heads for axis, size in sizes.items() if size % layout.parts("heads") == 0}
+        dealt = {"images"} if cut else set()  # devices that share a tower cannot hold different pictures
+        axes = {**cut, **{axis: over for axis, over in axes.items() if axis not in dealt}}
     if axes == dict(layout.axes):
         return layout
     return replace(layout, axes=axes)

@@ -14,7 +14,7 @@ from kimi_jax.placement.files import sharding_folder
 from kimi_jax.placement.layout import Layout, LayoutError, load_layout
 
 SHIPPED = sorted(path.stem for path in (sharding_folder() / "layouts").glob("*.toml"))
-TP8 = {"heads": ("tensor",), "ffn": ("tensor",), "expert_ffn": ("tensor",), "vocab": ("tensor",)}
+TP8 = dict.fromkeys(("heads", "ffn", "expert_ffn", "vocab", "images"), ("tensor",))
 
 
 def test_the_shipped_layouts_are_the_designed_ones():
@@ -25,12 +25,12 @@ def test_the_shipped_layouts_are_the_designed_ones():
     assert mapped["single"] == ({}, {})
     assert mapped["tp8"] == (TP8, {})
     assert mapped["tp8-lean"] == (TP8 | dict.fromkeys(("latent", "router_expert", "q_lora"), ("tensor",)), {})
-    assert mapped["ep8"] == ({axis: TP8[axis] for axis in ("heads", "ffn", "vocab")} | {"expert": ("tensor",)}, {})
+    assert mapped["ep8"] == ({axis: TP8[axis] for axis in TP8 if axis != "expert_ffn"} | {"expert": ("tensor",)}, {})
     assert mapped["tp4-ep2"] == (
-        {"heads": both, "ffn": both, "vocab": both, "expert": ("expert",), "expert_ffn": ("tensor",)},
+        dict.fromkeys(("heads", "ffn", "vocab", "images"), both) | {"expert": ("expert",), "expert_ffn": ("tensor",)},
         {},
     )
-    assert mapped["dp2-tp4"] == (TP8 | {"batch": ("data",)}, {"pages": ("data",)})
+    assert mapped["dp2-tp4"] == (TP8 | {"batch": ("data",), "images": ("data", "tensor")}, {"pages": ("data",)})
     assert mapped["tp8-dcp8"] == (TP8, {"sequence": ("tensor",)})
 
 

@@ -30,3 +30,10 @@ def test_a_plan_with_vision_says_so():
     assert len(told) == 1
     assert "GiB more for 8,192 patches" in told[0]
     assert not [line for line in notes(kimi_jax.plan("k3", "tp8", context=64)) if "images" in line]
+
+
+def test_a_tower_that_is_cut_is_not_dealt_pictures():
+    # red when devices that sum up parts of a tower are said to hold different pictures: the layout contradicts itself
+    cut, whole = (kimi_jax.plan("k3", "tp8", context=64, vision=place).ask.placed for place in ("split", "replicated"))
+    assert (cut.parts("images"), cut.parts("vision_ffn")) == (1, 8)
+    assert (whole.parts("images"), whole.parts("vision_ffn")) == (8, 1)
