@@ -209,11 +209,12 @@ class Pool:
                 for array in arrays:
                     array[idle] = value
                 return KdaCache(*map(_like, arrays, entry))
-            (pool,) = arrays
-            for page in range(len(pool)):
-                group = page // (p.pages // p.groups)
-                pool[page, used.get((group, page % (p.pages // p.groups)), 0) :] = value
-            return entry._replace(latent=_like(pool, entry.latent))
+            for pool in arrays:
+                for page in range(len(pool)):
+                    group = page // (p.pages // p.groups)
+                    pool[page, used.get((group, page % (p.pages // p.groups)), 0) :] = value
+            held = [_like(pool, old) for pool, old in zip(arrays, jax.tree.leaves(entry), strict=True)]
+            return jax.tree.unflatten(jax.tree.structure(entry), held)
 
         drawn = np.array(self.cache.seen.drawn)
         drawn[idle] = GARBAGE

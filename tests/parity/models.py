@@ -76,14 +76,17 @@ class Slots:
         self.position = np.where(fresh, 0, self.position)
 
     def poison(self, value: float, *rows: int) -> None:
-        """Fills what no later call may read: latent rows past each length, and everything of the given rows."""
+        """Fills what no later call may read: latent rows and index keys past each length, and everything of the given rows."""
 
         def overwrite(entry: Any) -> Any:
             if isinstance(entry, MlaCache):
-                latent = np.array(entry.latent)
-                for row, length in enumerate(self.position):
-                    latent[row, 0 if row in rows else length :] = value
-                return MlaCache(_like(latent, entry.latent))
+                held = []
+                for array in jax.tree.leaves(entry):
+                    values = np.array(array)
+                    for row, length in enumerate(self.position):
+                        values[row, 0 if row in rows else length :] = value
+                    held.append(_like(values, array))
+                return jax.tree.unflatten(jax.tree.structure(entry), held)
             conv, state = np.array(entry.conv), np.array(entry.state)
             conv[list(rows)] = state[list(rows)] = value
             return KdaCache(_like(conv, entry.conv), _like(state, entry.state))
