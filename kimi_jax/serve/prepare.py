@@ -158,9 +158,11 @@ def _conversation(body: ChatBody | TokenizeBody, model: Served, wrong: _Problems
         if key not in _TEMPLATE_KEYS
     )
     wrong.add(_tool_problems(body.tools))
-    thinking = wrong.take(lambda: resolve_thinking(body.reasoning_effort, kwargs, body.thinking)) or Thinking(
-        True, None
+    can_disable = not model.always_thinks
+    thinking = wrong.take(
+        lambda: resolve_thinking(body.reasoning_effort, kwargs, body.thinking, can_disable=can_disable)
     )
+    thinking = thinking or Thinking(True, None)
     choice = wrong.take(lambda: resolve_tool_choice(body.tool_choice, body.tools))
     messages = body.messages or []
     images = list(_image_problems(messages))
