@@ -33,6 +33,7 @@ class Served:
       queue: requests that the engine lets wait.
       created: when it was loaded, in seconds since 1970.
       scores_prompts: whether log-probabilities of prompt tokens are computed.
+      always_thinks: whether requests cannot ask for an answer without thoughts (K3.1 Pro notes, section 12).
     """
 
     names: tuple[str, ...]
@@ -43,6 +44,7 @@ class Served:
     queue: int
     created: int
     scores_prompts: bool = False
+    always_thinks: bool = False
 
     @property
     def vocab(self) -> int:
@@ -86,5 +88,13 @@ def served(kimi: "Kimi", engine: "Engine", names: Sequence[str], *, scores_promp
         )
     grammars, queue = Grammars(kimi.tokenizer), engine.limits.queue
     return Served(
-        tuple(names), kimi.tokenizer, grammars, kimi.stop_ids, engine.capacity, queue, int(time.time()), scores_prompts
+        tuple(names),
+        kimi.tokenizer,
+        grammars,
+        kimi.stop_ids,
+        engine.capacity,
+        queue,
+        int(time.time()),
+        scores_prompts,
+        kimi.config.indexer is not None,
     )
