@@ -43,6 +43,8 @@ class DraftConfig:
       taps: hidden vectors of the target that it reads per token.
       block: tokens it drafts in one step.
       sees: whether a drafted position sees the whole block or only what is before it.
+      eps: of every norm, also those of the latents.
+      confidence: whether there is a confidence head, and whether it also reads the token before.
     """
 
     target: str
@@ -55,6 +57,8 @@ class DraftConfig:
     taps: int = 5
     block: int = 7
     sees: Literal["block", "past"] = "block"
+    eps: float = 1e-5
+    confidence: Literal["none", "hidden", "hidden and token"] = "hidden and token"
 
 
 PUBLISHED: Mapping[str, DraftConfig] = MappingProxyType(

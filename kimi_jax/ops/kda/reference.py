@@ -66,7 +66,7 @@ def log_decay(
     return lower_bound * jax.nn.sigmoid(slope * logit)
 
 
-def _prepare(inputs: Inputs, gate: Gate, real: Real) -> Tokens:
+def prepare(inputs: Inputs, gate: Gate, real: Real) -> Tokens:
     """Gates and unit-length queries and keys of the real tokens."""
 
     def real_only(x: Array) -> Array:
@@ -88,7 +88,7 @@ def _dot(spec: str, a: Array, b: Array) -> Array:
 
 
 def _by_token(inputs: Inputs, gate: Gate, real: Real, state: State) -> tuple[Array, State]:
-    tokens = _prepare(inputs, gate, real)
+    tokens = prepare(inputs, gate, real)
     if real.shape[1] == 1:
         state, out = _token_step(state, Tokens(*(x[:, 0] for x in tokens)), real[:, 0])
         return out[:, None], state
@@ -101,14 +101,19 @@ def _token_step(
     state: State, token: Tokens, real: Bool[Array, " rows"]
 ) -> tuple[State, Float[Array, "rows heads value"]]:
     """One token of every row; the state is read by one product and written once, which is what this step costs."""
+    new, (out, _) = write_step(state, token)
+    return jnp.where(real[:, None, None, None], new, state), out
+
+
+def write_step(state: State, token: Tokens) -> tuple[State, tuple[Array, Array]]:
+    """One token of every row without a mask: the new state, the output, and what the token wrote along its key."""
     q, k, v, g, beta = token
     decay = jnp.exp(g)
     # Both reads of the decayed state are one product with the undecayed one: the decay moves to the vectors.
     read = _dot("bnik,bnkv->bniv", jnp.stack([q * decay, k * decay], axis=2), state)
     delta = beta[..., None] * (v - read[:, :, 1])
     out = read[:, :, 0] + jnp.sum(q * k, axis=-1, keepdims=True) * delta
-    new = state * decay[..., None] + k[..., None] * delta[..., None, :]
-    return jnp.where(real[:, None, None, None], new, state), out
+    return state * decay[..., None] + k[..., None] * delta[..., None, :], (out, delta)
 
 
 def _by_chunk(inputs: Inputs, gate: Gate, real: Real, state: State) -> tuple[Array, State]:
@@ -123,7 +128,7 @@ def _by_chunk(inputs: Inputs, gate: Gate, real: Real, state: State) -> tuple[Arr
 
     def step(state: State, chunk: tuple[Inputs, Real]) -> tuple[State, Array]:
         inputs, real = chunk
-        new, out = _chunk_step(state, _prepare(inputs, gate, real))
+        new, out = _chunk_step(state, prepare(inputs, gate, real))
         some = real[:, :1, None, None]  # padding is a row's tail: a chunk with a real token begins with one
         return jnp.where(some, new, state), out
 
@@ -131,8 +136,35 @@ def _by_chunk(inputs: Inputs, gate: Gate, real: Real, state: State) -> tuple[Arr
     return jnp.moveaxis(out, 0, 1).reshape(rows, chunks * size, *out.shape[3:])[:, :count], state
 
 
+class _Chunk(NamedTuple):
+    """One chunk of every row on its way, head by head: outputs, writes, keys over ``up``, and two decays."""
+
+    out: Float[Array, "rows heads tokens value"]
+    writes: Float[Array, "rows heads tokens value"]
+    lowered: Float[Array, "rows heads tokens key"]
+    to_middle: Float[Array, "rows heads key"]
+    to_end: Float[Array, "rows heads key"]
+
+
 def _chunk_step(state: State, tokens: Tokens) -> tuple[State, Float[Array, "rows tokens heads value"]]:
-    """One chunk of every row.
+    """One chunk of every row: the state after it, and its outputs."""
+    chunk = _chunk(state, tokens)
+    added = _dot("bnjk,bnjv->bnkv", chunk.lowered, chunk.writes)
+    state = (state * chunk.to_middle[..., None] + added) * chunk.to_end[..., None]
+    return state, _by_head(chunk.out)
+
+
+def chunk_writes(state: State, tokens: Tokens) -> tuple[Array, Array]:
+    """Outputs and writes of up to ``CHUNK`` tokens of every row, each [rows, tokens, heads, value]; the state stays as it is."""
+    count = tokens.g.shape[1]
+    size = 1 << (count - 1).bit_length()
+    whole = Tokens(*(jnp.pad(x, [(0, 0), (0, size - count)] + [(0, 0)] * (x.ndim - 2)) for x in tokens))
+    chunk = _chunk(state, whole)
+    return _by_head(chunk.out)[:, :count], _by_head(chunk.writes)[:, :count]
+
+
+def _chunk(state: State, tokens: Tokens) -> _Chunk:
+    """The products of one chunk.
 
     ``up`` is the decay from the middle of the chunk to a token, above 1 for tokens before it; the decay from token j to
     token i is ``up[i] / up[j]``. So all pairs are one product: queries and keys times ``up`` with keys over ``up``.
@@ -152,8 +184,7 @@ def _chunk_step(state: State, tokens: Tokens) -> tuple[State, Float[Array, "rows
     before = _dot("bnik,bnkv->bniv", raised * to_middle[:, :, None], state)
     writes = _dot("bnij,bnjv->bniv", unit_lower_inverse(overlaps), (v - before[:, :, size:]) * beta)
     out = before[:, :, :size] + _dot("bnij,bnjv->bniv", reads, writes)
-    state = (state * to_middle[..., None] + _dot("bnjk,bnjv->bnkv", lowered, writes)) * to_end[..., None]
-    return state, _by_head(out)
+    return _Chunk(out, writes, lowered, to_middle, to_end)
 
 
 def _by_head(x: Float[Array, "rows a b dim"]) -> Float[Array, "rows b a dim"]:
