@@ -14,6 +14,7 @@ from kimi_jax.media.errors import MediaError
 from kimi_jax.media.picture import Picture
 from kimi_jax.media.prompt import Span, find_spans
 from kimi_jax.problems import ProblemsError
+from kimi_jax.text.effort import REQUESTED
 from kimi_jax.text.images import image_parts
 from kimi_jax.text.markup import image_prompt
 from kimi_jax.text.render import render
@@ -66,7 +67,7 @@ class PromptReader:
         Args:
           prompt: any of these.
           images: one or a list; of a conversation those for its image parts without a URL, in the order of the prompt.
-          tools, thinking, effort: of a conversation.
+          tools, thinking, effort: of a conversation; an effort as requests name it (``text.effort``).
 
         Raises:
           PromptError: no prompt, text for a model without a tokenizer, images for one without a tower.
@@ -87,7 +88,8 @@ class PromptReader:
         )
         pictures = self._pictures(conversation, given)
         prompts = [image_prompt(picture.width, picture.height, picture.tokens) for picture in pictures]
-        segments = render(conversation, tools=tools, thinking=thinking, effort=effort, image_prompts=prompts)
+        told = REQUESTED.get(effort, effort) if isinstance(effort, str) else effort
+        segments = render(conversation, tools=tools, thinking=thinking, effort=told, image_prompts=prompts)
         ids = self.tokenizer.encode_segments(segments)
         return Read(ids, pictures, self._places(ids, pictures), True)
 

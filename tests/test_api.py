@@ -80,7 +80,7 @@ class TestOptions:
             ({"stop": [5]}, r"stop\[0\] is of type int"),
             ({"logprobs": 5}, "only those of the drawn ids"),
             ({"images": ["a"]}, "is a text model: its config.json has no vision_config"),
-            ({"effort": "medium"}, "medium"),
+            ({"effort": "huge"}, "huge"),
             ({"temperature": 10**400}, "temperature = 1000"),  # red (OverflowError) when it is made a float first
             ({"temperature": 10**5000}, "temperature = .*it must be a number"),
             ({"temperature": "hot"}, "temperature = 'hot'; it must be a number"),

@@ -108,14 +108,14 @@ def _show(piece: Any, *, ids_only: bool) -> None:
 def _check_options(args: argparse.Namespace) -> None:
     """Refuses, before a model is loaded, what no model could do."""
     from kimi_jax.engine.request import number_problems
-    from kimi_jax.text.effort import EFFORTS
+    from kimi_jax.text.effort import REQUESTED
 
     names = ("max_tokens", "temperature", "top_p", "top_k", *(["seed"] if args.seed is not None else []))
     problems = number_problems(**{name: getattr(args, name) for name in names})
     if not all(args.stop):
         problems.append("--stop: a stop string has at least one character")
-    if args.effort not in (None, *EFFORTS):
-        problems.append(f"--effort {args.effort}; choose {', '.join(EFFORTS)}")
+    if args.effort not in (None, *REQUESTED):
+        problems.append(f"--effort {args.effort}; choose {', '.join(REQUESTED)}")
     problems += image_problems(args)
     if args.raw and args.image:
         problems.append("--image has no place in --raw text; leave out --raw")

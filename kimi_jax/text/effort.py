@@ -8,7 +8,8 @@ from kimi_jax.text.errors import ChatError, shown
 EFFORTS = ("low", "high", "max")
 """What the renderer accepts; the text of the message names a fourth, which the released renderer refuses."""
 
-_REQUESTED = {**{effort: effort for effort in EFFORTS}, "medium": "high", "xhigh": "max"}
+REQUESTED = {**{effort: effort for effort in EFFORTS}, "medium": "high", "xhigh": "max"}
+"""What a caller may ask for, and what the model is then told."""
 
 
 class Thinking(NamedTuple):
@@ -41,9 +42,9 @@ def resolve_thinking(
     kwargs = _mapping(template_kwargs, "chat_template_kwargs", problems)
     effort = "max"
     if reasoning_effort is not None and reasoning_effort != "none":
-        effort = _REQUESTED.get(reasoning_effort, "") if isinstance(reasoning_effort, str) else ""
+        effort = REQUESTED.get(reasoning_effort, "") if isinstance(reasoning_effort, str) else ""
         if not effort:
-            values = ", ".join([*_REQUESTED, "none"] if can_disable else _REQUESTED)
+            values = ", ".join([*REQUESTED, "none"] if can_disable else REQUESTED)
             problems.append(f"reasoning_effort is {shown(reasoning_effort)}; values that work: {values}")
     switches = [
         _switch(kwargs, "thinking", problems),

@@ -235,7 +235,7 @@ class TestArguments:
             (["--prompt", "a", "--top-k", "-1"], "top_k = -1"),
             (["--prompt", "a", "--seed", "-1"], "seed = -1"),
             (["--prompt", "a", "--stop", ""], "a stop string has at least one character"),
-            (["--prompt", "a", "--effort", "medium"], "medium"),
+            (["--prompt", "a", "--effort", "middling"], "middling"),
             (["--prompt", "a", "--dtype", "float16"], "'float16' is not built"),
             (["--prompt", "a", "--kv-dtype", "int8"], "'int8' is not built"),
             (["--prompt", "a", "--dtype", "float32", "--kv-cache-dtype", "fp8"], "exact mode"),
