@@ -294,3 +294,10 @@ class TestJson:
         assert json.loads(encode({"a": "\ud800\u00e9"})) == {"a": "\ud800\u00e9"}  # red (UnicodeEncodeError) otherwise
         with pytest.raises(ValueError):
             encode({"a": float("nan")})
+
+
+def test_a_model_that_always_thinks(monkeypatch):
+    # red when K3.1 Pro is asked not to think (K3.1 Pro notes, section 12)
+    monkeypatch.setitem(vars(served()), "always_thinks", True)
+    asked = {**QUESTION, "thinking": {"type": "disabled"}}
+    assert "always thinks" in refused(CHAT, asked)["message"]
