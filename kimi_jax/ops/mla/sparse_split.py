@@ -14,7 +14,10 @@ from jaxtyping import Array, Float, Int
 from kimi_jax.ops.launch import dot, launch, limit, load, padded, span
 from kimi_jax.ops.mla.launch import TILE, locate_each
 from kimi_jax.ops.mla.reference import MASKED
-from kimi_jax.ops.mla.split import LOG2_E, PROGRAMS, QUERIES, Shares
+from kimi_jax.ops.mla.split import LOG2_E, PROGRAMS, Shares
+
+HEADS = 16
+"""Most heads of one program; with an address for every row, 32 do not fit in its registers (jax 0.12)."""
 
 SHARE = 64
 """Least chosen rows of a program: 2,048 of one token are 32 programs, each with two tiles to hide the latency of a gather."""
@@ -33,7 +36,7 @@ def attend(
     """The shares of every token's attention, all of them written; arguments as in ``sparse.attend_selected_partial``."""
     rows, tokens, heads, row_dim = query.shape
     k, page = selected.shape[2], cache.shape[1]
-    size = min(QUERIES, padded(heads))
+    size = min(HEADS, padded(heads))
     blocks = pl.cdiv(heads, size)
     most = max(1, min(PROGRAMS // (rows * tokens * blocks), pl.cdiv(k, SHARE)))
     held = pl.cdiv(pl.cdiv(k, most), TILE) * TILE
