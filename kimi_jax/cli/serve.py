@@ -4,13 +4,18 @@ import argparse
 import dataclasses
 import socket
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from kimi_jax.cli.model_args import ArgumentError, add_model_arguments, load_model
 
 if TYPE_CHECKING:
-    from kimi_jax.serve.limits import Limits
+    from kimi_jax.api import Kimi
+    from kimi_jax.serve.images import Images
+    from kimi_jax.serve.limits import ImageLimits, Limits
+
+D = TypeVar("D", bound=Any)
 
 MOST_SLOTS = 4096
 LONGEST_KEY_FILE = 1 << 20
@@ -64,6 +69,18 @@ def add_parser(subparsers: Any) -> None:
         action="store_true",
         help="score prompt tokens (echo with logprobs, for evaluations); takes the cache of one more sequence",
     )
+    _flag(parser, "--max-images", type=int, metavar="N", help="of one request (default: 32)")
+    _flag(parser, "--max-image-bytes", type=int, metavar="N", help="largest image file (default: 20 MiB)")
+    _flag(parser, "--max-image-pixels", type=int, metavar="N", help="of the largest image (default: 67,108,864)")
+    _flag(parser, "--image-timeout", type=float, metavar="S", help="until one is fetched and decoded (default: 20)")
+    _flag(parser, "--image-threads", type=int, metavar="N", help="decoded at a time (default: 2)")
+    _flag(
+        parser,
+        "--image-memory",
+        type=int,
+        metavar="BYTES",
+        help="of the host for images, in use or kept for later (default: 4 GiB)",
+    )
     _flag(parser, "--max-body-bytes", type=int, default=None, metavar="N", help="largest request (default: 16 MiB)")
     _flag(parser, "--request-timeout", type=float, default=None, metavar="S", help="for one answer (default: 3600)")
     _flag(
@@ -96,16 +113,22 @@ def run(args: argparse.Namespace) -> int:
         raise ArgumentError(
             "The server cannot start", [f"{error.name} is not installed"], "pip install 'kimi-jax[serve]'"
         ) from None
-    limits, keys = _limits(args), _keys(args)
+    limits, keys = (_limits(args), _image_limits(args)), _keys(args)
     if args.folder is not None:
         args.model = args.folder
     if args.kv_dtype == "auto":
         args.kv_dtype = None
     with bind(args.host, args.port) as listener:
-        return _serve(args, limits, keys, listener)
+        return _serve(args, *limits, keys, listener)
 
 
-def _serve(args: argparse.Namespace, limits: "Limits", keys: tuple[str, ...], listener: socket.socket) -> int:
+def _serve(
+    args: argparse.Namespace,
+    limits: "Limits",
+    image_limits: "ImageLimits",
+    keys: tuple[str, ...],
+    listener: socket.socket,
+) -> int:
     model = load_model(args)
 
     from kimi_jax.engine.budget import engine_limits
@@ -114,7 +137,7 @@ def _serve(args: argparse.Namespace, limits: "Limits", keys: tuple[str, ...], li
     from kimi_jax.serve.run import Server, serve
     from kimi_jax.serve.scoring import Scorer
 
-    runner = model.runner
+    runner, images = model.runner, _images(model, image_limits)
     sizes = engine_limits(
         runner.steps,
         slots=args.max_num_seqs,
@@ -124,24 +147,63 @@ def _serve(args: argparse.Namespace, limits: "Limits", keys: tuple[str, ...], li
         prefix=args.enable_prefix_caching,
         share=args.gpu_memory_utilization,
         pages=args.num_gpu_blocks_override,
+        tower=model.vision.steps if images and model.vision else None,
     )
-    engine = Engine.build(runner.steps, runner.params, runner.allowed, sizes)
+    engine = Engine.build(runner.steps, runner.params, runner.allowed, sizes, images=images is not None)
     names = args.served_model_name or [str(args.model)]
-    what = served(model, engine, names, scores_prompts=args.enable_prompt_logprobs)
+    what = served(model, engine, names, scores_prompts=args.enable_prompt_logprobs, images=images is not None)
     print(
         f"{names[0]}: {sizes.slots} sequences of up to {engine.capacity:,} tokens, {sizes.pages:,} pages of {sizes.page}, "
-        f"{sizes.checkpoints} checkpoints; compiling at http://{args.host}:{listener.getsockname()[1]}",
+        f"{sizes.checkpoints} checkpoints, {'text and images' if images else 'text only'}; compiling at http://{args.host}:{listener.getsockname()[1]}",
         file=sys.stderr,
     )
     scorer = Scorer(runner) if args.enable_prompt_logprobs else None
-    return 0 if serve(Server(what, engine, limits, keys, args.log_level, scorer), listener) else 1
+    return 0 if serve(Server(what, engine, limits, keys, args.log_level, scorer, images), listener) else 1
+
+
+def _images(model: "Kimi", limits: "ImageLimits") -> "Images | None":
+    """The eyes of the server, where the model has any."""
+    from kimi_jax.serve.images import make_images
+
+    if model.vision is None:
+        return None
+    try:
+        return make_images(model.vision, limits)
+    except ImportError as error:
+        raise ArgumentError(
+            "The server cannot read images",
+            [f"{error.name} is not installed"],
+            "pip install 'kimi-jax[vision]', or --no-vision for text only.",
+        ) from None
+
+
+def _image_limits(args: argparse.Namespace) -> "ImageLimits":
+    """Bounds of images; refuses what no server could do."""
+    from kimi_jax.media.limits import PILLOW_PIXELS
+    from kimi_jax.serve.limits import ImageLimits
+
+    _check_bounds(
+        ("--max-images", args.max_images, 1, 1024),
+        ("--max-image-bytes", args.max_image_bytes, 1024, 1 << 32),
+        ("--max-image-pixels", args.max_image_pixels, 1, PILLOW_PIXELS),
+        ("--image-timeout", args.image_timeout, 0.1, 1e4),
+        ("--image-threads", args.image_threads, 1, 64),
+        ("--image-memory", args.image_memory, 1 << 20, 1 << 42),
+    )
+    of_one = {"bytes": args.max_image_bytes, "pixels": args.max_image_pixels, "seconds": args.image_timeout}
+    chosen = {"images": args.max_images, "threads": args.image_threads, "memory_bytes": args.image_memory}
+    limits = ImageLimits()
+    return _replaced(limits, **chosen, picture=_replaced(limits.picture, **of_one))
 
 
 def _limits(args: argparse.Namespace) -> "Limits":
     """Bounds of requests; refuses, before a model is loaded, what no server could do."""
     from kimi_jax.serve.limits import Limits
 
-    bounds = (
+    more = []
+    if args.folder is not None and args.model not in ("random-tiny", args.folder):
+        more.append(f"MODEL is {args.folder} and --model is {args.model}; give one")
+    _check_bounds(
         ("--port", args.port, 0, 65535),
         ("--max-num-seqs", args.max_num_seqs, 1, MOST_SLOTS),
         ("--max-num-batched-tokens", args.max_num_batched_tokens, 1, 1 << 20),
@@ -152,22 +214,30 @@ def _limits(args: argparse.Namespace) -> "Limits":
         ("--max-body-bytes", args.max_body_bytes, 1024, 1 << 32),
         ("--request-timeout", args.request_timeout, 1, 1e6),
         ("--drain-timeout", args.drain_timeout, 0, 1e6),
+        more=more,
     )
+    return _replaced(
+        Limits(),
+        body_bytes=args.max_body_bytes,
+        request_seconds=args.request_timeout,
+        drain_seconds=args.drain_timeout,
+    )
+
+
+def _check_bounds(*bounds: tuple[str, float | None, float, float], more: Sequence[str] = ()) -> None:
+    """Raises ArgumentError for every flag that lies outside its bounds, and for whatever else is wrong."""
     problems = [
         f"{flag} {value}; it must be from {low:,} to {high:,}"
         for flag, value, low, high in bounds
         if value is not None and not low <= value <= high
     ]
-    if args.folder is not None and args.model not in ("random-tiny", args.folder):
-        problems.append(f"MODEL is {args.folder} and --model is {args.model}; give one")
-    if problems:
-        raise ArgumentError("This server cannot be started", problems)
-    chosen = {
-        "body_bytes": args.max_body_bytes,
-        "request_seconds": args.request_timeout,
-        "drain_seconds": args.drain_timeout,
-    }
-    return dataclasses.replace(Limits(), **{name: value for name, value in chosen.items() if value is not None})
+    if problems or more:
+        raise ArgumentError("This server cannot be started", [*problems, *more])
+
+
+def _replaced(record: D, **values: Any) -> D:
+    """A record with those values that are given."""
+    return dataclasses.replace(record, **{name: value for name, value in values.items() if value is not None})
 
 
 def _keys(args: argparse.Namespace) -> tuple[str, ...]:

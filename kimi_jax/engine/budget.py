@@ -18,6 +18,7 @@ from kimi_jax.placement.bytes import amount, bytes_of
 from kimi_jax.placement.compiler import platform_of_mesh
 from kimi_jax.precision import LATENTS
 from kimi_jax.slots import SlotSteps, page_unit
+from kimi_jax.vision_steps import VisionSteps, call_bytes
 
 CHECKPOINT_SHARE = 4
 """Part of what is left beside one full sequence that goes to checkpoints; the rest goes to pages."""
@@ -34,8 +35,8 @@ class Costs:
     """Bytes on one device; slot, checkpoint and page are one more in every group of devices.
 
     Attributes:
-      weights: parameters.
-      scratch: what a prefill call keeps while it runs; the rest that programs need is outside the share.
+      weights: parameters, those of the vision tower included.
+      scratch: what a prefill call keeps while it runs, or a call of the tower; the rest that programs need is outside the share.
       slot: recurrent states and penalty counts of one sequence.
       checkpoint: recurrent states of one checkpoint.
       page: latent rows of one page.
@@ -52,8 +53,8 @@ class Costs:
         return self.weights + self.scratch + slots * self.slot + pages * self.page
 
 
-def costs(steps: Steps, page: int, chunk: int) -> Costs:
-    """What an engine's parts cost on one device under the layout of a model."""
+def costs(steps: Steps, page: int, chunk: int, tower: VisionSteps | None = None) -> Costs:
+    """What an engine's parts cost on one device under the layout of a model, with a vision tower beside it."""
     groups = steps.parallel.size("batch")
 
     def cache(slots: int, pages: int, checkpoints: int) -> int:
@@ -63,9 +64,10 @@ def costs(steps: Steps, page: int, chunk: int) -> Costs:
 
     one = cache(1, 1, 1)
     scratch = _bytes(steps, [describe_sources(steps.config, chunk, steps.precision)])
+    seeing = call_bytes(tower.vision, tower.layout, tower.buckets[-1], tower.block) if tower else 0
     return Costs(
-        weights=_bytes(steps, steps.parameters.values()),
-        scratch=scratch,
+        weights=_bytes(steps, steps.parameters.values()) + (tower.weight_bytes if tower else 0),
+        scratch=max(scratch, seeing),  # they never run at once
         slot=cache(2, 1, 1) - one,
         checkpoint=cache(1, 1, 2) - one,
         page=cache(1, 2, 1) - one,
@@ -84,6 +86,7 @@ def engine_limits(
     pages: int | None = None,
     checkpoints: int | None = None,
     device_bytes: int | None = None,
+    tower: VisionSteps | None = None,
 ) -> EngineLimits:
     """Sizes of an engine that fit the memory of the devices.
 
@@ -98,6 +101,7 @@ def engine_limits(
       pages: instead of as many as fit; rounded up like slots.
       checkpoints: instead of a part of what is left.
       device_bytes: memory of one device; where omitted, what the device says (of a CPU, its part of half the machine's).
+      tower: that looks at images beside the engine, on the same devices.
 
     Raises:
       LimitsError: not even one full sequence fits beside the weights and slots; names the smallest change that would do.
@@ -105,12 +109,14 @@ def engine_limits(
     """
     groups = steps.parallel.size("batch")
     page, chunk = fitting_page(steps) if page is None else page, min(chunk, steps.capacity)
-    one = costs(steps, page, chunk)
+    one = costs(steps, page, chunk, tower)
     total = memory_of(steps) if device_bytes is None else device_bytes
     usable, local, least = math.floor(total * share), -(-slots // groups), -(-steps.capacity // page)
     wanted = least if pages is None else -(-pages // groups)
     if one.need(local, wanted) > usable:
-        raise _refusal(steps, one, local, wanted, page, chunk, total, share)
+        other = _narrowed(steps)
+        narrow = costs(other, page, chunk, tower) if other else None
+        raise _refusal(steps, one, narrow, local, wanted, page, total, share)
     left = usable - one.need(local, wanted)
     if not prefix:
         kept = 0
@@ -175,8 +181,15 @@ def _bytes(steps: Steps, specs: Any) -> int:
     return sum(bytes_of(spec, steps.layout).per_device for spec in specs)
 
 
+def _narrowed(steps: Steps) -> Steps | None:
+    """The same with latent rows of one byte; None where they are, or where the exact mode forbids them."""
+    if steps.precision.latent == LATENTS["fp8"] or steps.precision.exact:
+        return None
+    return replace(steps, precision=replace(steps.precision, latent=LATENTS["fp8"]))
+
+
 def _refusal(
-    steps: Steps, one: Costs, slots: int, pages: int, page: int, chunk: int, total: int, share: float
+    steps: Steps, one: Costs, narrow: Costs | None, slots: int, pages: int, page: int, total: int, share: float
 ) -> LimitsError:
     """Says what is needed, and the first single change that would be enough, those that cost least first."""
     need, usable, groups = one.need(slots, pages), math.floor(total * share), steps.parallel.size("batch")
@@ -185,7 +198,7 @@ def _refusal(
         f"{amount(slots * one.slot)}, {pages * groups:,} pages {amount(pages * one.page)}"
     )
     said = f"a device needs {amount(need)} ({parts}); it has {amount(usable)}, {share:.0%} of {amount(total)}"
-    change = next(_changes(steps, one, slots, pages, page, chunk, total, share), None)
+    change = next(_changes(steps, one, narrow, slots, pages, page, total, share), None)
     hint = (
         f"Smallest change that would fit: {change}."
         if change
@@ -195,7 +208,7 @@ def _refusal(
 
 
 def _changes(
-    steps: Steps, one: Costs, slots: int, pages: int, page: int, chunk: int, total: int, share: float
+    steps: Steps, one: Costs, narrow: Costs | None, slots: int, pages: int, page: int, total: int, share: float
 ) -> Iterator[str]:
     groups, usable = steps.parallel.size("batch"), math.floor(total * share)
     enough = math.ceil(one.need(slots, pages) / total * 100) / 100
@@ -204,10 +217,8 @@ def _changes(
     fewer = (usable - one.need(0, pages)) // one.slot
     if fewer >= 1:
         yield f"{fewer * groups} slots instead of {slots * groups}"
-    if steps.precision.latent != LATENTS["fp8"] and not steps.precision.exact:
-        narrow = costs(replace(steps, precision=replace(steps.precision, latent=LATENTS["fp8"])), page, chunk)
-        if narrow.need(slots, pages) <= usable:
-            yield "latent rows of one byte (kv_dtype fp8)"
+    if narrow is not None and narrow.need(slots, pages) <= usable:
+        yield "latent rows of one byte (kv_dtype fp8)"
     shorter = (usable - one.need(slots, 0)) // one.page
     if shorter >= 1:
         yield f"sequences of {shorter * page:,} tokens instead of {steps.capacity:,} (max_seq_len)"

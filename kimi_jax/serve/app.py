@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
@@ -17,6 +18,7 @@ from kimi_jax.serve.auth import Keys
 from kimi_jax.serve.body import parse_body, read_body
 from kimi_jax.serve.door import Door
 from kimi_jax.serve.errors import ApiError, encode, response
+from kimi_jax.serve.images import Images, Look, find_parts, no_images
 from kimi_jax.serve.limits import Limits
 from kimi_jax.serve.metrics import Metrics
 from kimi_jax.serve.model import Served
@@ -29,6 +31,7 @@ from kimi_jax.text.errors import shown
 from kimi_jax.text.markup import END
 
 B = TypeVar("B", bound=Body)
+M = TypeVar("M", ChatBody, TokenizeBody)
 T = TypeVar("T")
 
 
@@ -41,6 +44,7 @@ class App:
       limits: bounds of requests.
       keys: API keys; without any, everybody may ask.
       scorer: of prompt tokens, where the model is served with it.
+      images: its eyes, where it has any.
 
     Attributes:
       draining: set when the server was told to stop: nothing new is answered.
@@ -53,10 +57,15 @@ class App:
         limits: Limits | None = None,
         keys: Sequence[str] = (),
         scorer: Scorer | None = None,
+        images: Images | None = None,
     ) -> None:
-        self._model, self._pump, self._limits = model, pump, limits or Limits()
+        self._model, self._pump, self._limits, self._images = model, pump, limits or Limits(), images
         self._metrics = Metrics(lambda: pump.stats)
-        self._desk = Desk(pump, self._limits, self._metrics, scorer)
+        if images is not None:
+            self._metrics.watch(images.kept, images.room)
+        self._desk = Desk(pump, self._limits, self._metrics, scorer, images)
+        # of its own: whatever else needs a thread never waits for the preparation of requests
+        self._preparing = ThreadPoolExecutor(self._limits.preparing, "kimi-jax-prepare")
         self.draining = False
         routes = [
             Route("/v1/chat/completions", self._chat, methods=["POST"]),
@@ -94,6 +103,9 @@ class App:
             yield
         finally:
             await self._pump.stop()
+            self._preparing.shutdown(wait=False, cancel_futures=True)
+            if self._images is not None:
+                await asyncio.to_thread(self._images.close)
 
     def _closed(self) -> ApiError | None:
         if self.draining:
@@ -107,7 +119,8 @@ class App:
         return ApiError(503, why, hint=f"Try again in {retry} s.", code="not_ready", headers={"Retry-After": retry})
 
     async def _chat(self, request: Request) -> Response:
-        body, prepared = await self._read(request, ChatBody, prepare_chat)
+        body, look = await self._read_talk(request, ChatBody)
+        prepared = await self._off_loop(lambda: prepare_chat(body, self._model, look))
         return self._answer(Chat(self._model.tokenizer, body.logprobs), body, prepared)
 
     async def _complete(self, request: Request) -> Response:
@@ -120,17 +133,31 @@ class App:
         return Answer(self._desk, name, form, prepared, stream=body.stream, include_usage=body.include_usage)
 
     async def _read(self, request: Request, kind: type[B], prepare: Callable[[B, Served], T]) -> tuple[B, T]:
-        """The body of a request, read and made ready. In a thread: a long prompt must not hold up the streams of others."""
+        """The body of a request, read and made ready."""
         raw = await read_body(request, self._limits)
 
         def read() -> tuple[B, T]:
             body = kind.read(parse_body(raw))
             return body, prepare(body, self._model)
 
-        return await asyncio.to_thread(read)
+        return await self._off_loop(read)
+
+    async def _read_talk(self, request: Request, kind: type[M]) -> tuple[M, Look]:
+        """The body of a request with messages, and its images, read."""
+        body, (parts, look) = await self._read(request, kind, lambda body, _: find_parts(body.messages or ()))
+        if not parts:
+            return body, look
+        if self._images is None:
+            return body, no_images(parts, self._model.no_images)
+        return body, await self._images.look(parts, self._metrics)
+
+    async def _off_loop(self, work: Callable[[], T]) -> T:
+        """In a thread: a long prompt must not hold up the streams of others."""
+        return await asyncio.get_running_loop().run_in_executor(self._preparing, work)
 
     async def _tokenize(self, request: Request) -> Response:
-        body, ids = await self._read(request, TokenizeBody, tokenize)
+        body, look = await self._read_talk(request, TokenizeBody)
+        ids = await self._off_loop(lambda: tokenize(body, self._model, look))
         answer: dict[str, Any] = {"count": len(ids), "max_model_len": self._model.capacity, "tokens": ids}
         if body.return_token_strs:
             token_bytes = self._model.tokenizer.token_bytes

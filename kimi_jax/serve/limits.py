@@ -1,6 +1,8 @@
 """Every number that a client or a crowd of clients could make too large, with the reason for its limit."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from kimi_jax.media.limits import Limits as PictureLimits
 
 MESSAGES = 10_000
 """Messages of a conversation: the frame of one is at least 8 tokens, so more would fill a long context with frames."""
@@ -62,6 +64,9 @@ METADATA = 16
 JSON_MARKS = 2_000_000
 """Commas and brackets in a body: each may become a Python object of some 60 bytes. A million token ids need a million."""
 
+TOKENIZED = 1 << 20
+"""Tokens that /tokenize gives: the longest context of these models. More of a text is seconds of work for nothing."""
+
 PROBLEMS = 20
 """Problems that an error lists; it says how many more there are."""
 
@@ -79,6 +84,7 @@ class Limits:
       drain_seconds: for answers under way when the server is told to stop.
       silence_seconds: without anything to send, after which a stream carries a comment: proxies close silent connections, and
         a lost client is found.
+      preparing: requests that are read, rendered and encoded at a time, in threads of their own; others wait.
     """
 
     body_bytes: int = 16 << 20
@@ -88,3 +94,24 @@ class Limits:
     write_seconds: float = 60.0
     drain_seconds: float = 120.0
     silence_seconds: float = 15.0
+    preparing: int = 4
+
+
+@dataclass(frozen=True)
+class ImageLimits:
+    """Limits of images that an operator chooses.
+
+    Attributes:
+      images: of one request. At 2,691 tokens for a full HD picture 32 are more than most contexts hold.
+      picture: bytes, pixels and seconds of one.
+      threads: pictures that are decoded at a time, each in up to about 10 bytes a pixel of ``picture``.
+      waiting: pictures that may wait for those; more get 503.
+      memory_bytes: of the host for decoded pictures and rows, in use or kept for later, over all requests. A row of Kimi-K3 has
+        14 KB and the pixels behind it 2 KB; half of it may be one request's.
+    """
+
+    images: int = 32
+    picture: PictureLimits = field(default_factory=PictureLimits)
+    threads: int = 2
+    waiting: int = 64
+    memory_bytes: int = 4 << 30

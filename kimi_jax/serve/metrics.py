@@ -7,6 +7,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from kimi_jax.engine.engine import EngineStats
+from kimi_jax.media.room import Room
+from kimi_jax.media.rows_cache import RowsCache
 
 _SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)
 _TOKEN_SECONDS = (0.001, 0.003, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1, 3)
@@ -44,12 +46,19 @@ class Metrics:
             "kimi_jax_http_responses", "HTTP responses", ("path", "status"), registry=self._registry
         )
         self.finished = Counter("kimi_jax_answers", "finished answers by reason", ("reason",), registry=self._registry)
+        self.images = Counter(
+            "kimi_jax_images", "images of requests by what became of them", ("outcome",), registry=self._registry
+        )
         self.first_token = self._seconds("time_to_first_token", "from the request to its first token", _SECONDS)
         self.per_token = self._seconds("time_per_output_token", "mean of the later tokens of a request", _TOKEN_SECONDS)
         self.request = self._seconds("request", "from the request to the end of its answer", _SECONDS)
 
     def _seconds(self, name: str, what: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(f"kimi_jax_{name}_seconds", what, buckets=buckets, registry=self._registry)
+
+    def watch(self, kept: RowsCache, room: Room) -> None:
+        """Tells of the memory of images too."""
+        self._registry.register(_ImageCounts(kept, room))
 
     def text(self) -> bytes:
         """All of it in Prometheus's text format."""
@@ -68,6 +77,21 @@ class _EngineCounts(Collector):
             yield GaugeMetricFamily(f"kimi_jax_{name}", what, value=getattr(stats, name))
         for name, what in _TOTALS.items():
             yield CounterMetricFamily(f"kimi_jax_{name}", what, value=getattr(stats, name))
+
+    def describe(self) -> Iterator[Metric]:
+        return iter(())
+
+
+class _ImageCounts(Collector):
+    def __init__(self, kept: RowsCache, room: Room) -> None:
+        self._kept, self._room = kept, room
+
+    def collect(self) -> Iterator[Metric]:
+        kept = self._kept
+        yield CounterMetricFamily("kimi_jax_image_hits", "images whose rows were there", value=kept.hits)
+        yield CounterMetricFamily("kimi_jax_image_misses", "images that the tower looked at", value=kept.misses)
+        yield GaugeMetricFamily("kimi_jax_image_kept_bytes", "rows of images kept for later", value=kept.bytes)
+        yield GaugeMetricFamily("kimi_jax_image_bytes", "pictures and rows in use or kept", value=self._room.bytes)
 
     def describe(self) -> Iterator[Metric]:
         return iter(())

@@ -33,6 +33,8 @@ class Served:
       queue: requests that the engine lets wait.
       created: when it was loaded, in seconds since 1970.
       scores_prompts: whether log-probabilities of prompt tokens are computed.
+      placeholder: the id that stands for a row of an image; None where images are not read.
+      no_images: why they are not.
       always_thinks: whether requests cannot ask for an answer without thoughts (K3.1 Pro notes, section 12).
     """
 
@@ -44,6 +46,8 @@ class Served:
     queue: int
     created: int
     scores_prompts: bool = False
+    placeholder: int | None = None
+    no_images: str = "this model reads text only"
     always_thinks: bool = False
 
     @property
@@ -78,8 +82,21 @@ class Served:
         ]
 
 
-def served(kimi: "Kimi", engine: "Engine", names: Sequence[str], *, scores_prompts: bool = False) -> Served:
-    """A loaded model and its engine. Raises ServeError without tokenizer files: requests are text."""
+def served(
+    kimi: "Kimi", engine: "Engine", names: Sequence[str], *, scores_prompts: bool = False, images: bool = False
+) -> Served:
+    """A loaded model and its engine.
+
+    Args:
+      kimi: the model.
+      engine: of it.
+      names: that clients may use.
+      scores_prompts: whether there is a scorer beside the engine.
+      images: whether there are ``serve.images.Images`` beside it.
+
+    Raises:
+      ServeError: no tokenizer files: requests are text.
+    """
     if kimi.tokenizer is None:
         raise ServeError(
             "This model cannot be served",
@@ -96,5 +113,7 @@ def served(kimi: "Kimi", engine: "Engine", names: Sequence[str], *, scores_promp
         queue,
         int(time.time()),
         scores_prompts,
-        kimi.config.indexer is not None,
+        kimi.config.media_placeholder if images else None,
+        kimi.no_vision or "this server was started without images",
+        always_thinks=kimi.config.indexer is not None,
     )

@@ -2,25 +2,31 @@
 
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
 from kimi_jax.completion import Reading
 from kimi_jax.engine.request import Grammar, Request
+from kimi_jax.media.errors import MediaError
+from kimi_jax.media.picture import Picture
+from kimi_jax.media.prompt import Span, find_spans
 from kimi_jax.problems import ProblemsError, nearest
 from kimi_jax.serve import limits
 from kimi_jax.serve.constrain import constraint
-from kimi_jax.serve.errors import ApiError
+from kimi_jax.serve.errors import ApiError, refused
+from kimi_jax.serve.images import Look
 from kimi_jax.serve.model import Served
 from kimi_jax.serve.schema import ChatBody, CompletionBody, DetokenizeBody, Generation, TokenizeBody
 from kimi_jax.text.effort import Thinking, resolve_thinking
 from kimi_jax.text.errors import ChatError, shown
+from kimi_jax.text.markup import image_prompt
 from kimi_jax.text.render import render
 from kimi_jax.text.tokenizer import EncodeError
 from kimi_jax.text.tool_choice import ToolChoice, resolve_tool_choice
 
 _TEMPLATE_KEYS = ("thinking", "enable_thinking", "thinking_effort")
-_IMAGES = ("image", "image_url", "input_image")
+
+NO_IMAGES = Look()
 
 T = TypeVar("T")
 
@@ -36,6 +42,8 @@ class Prepared:
       prompts: text of each request's prompt, where it is to be repeated; otherwise empty.
       draws: False when the prompts are to be repeated and nothing else.
       scored: whether the tokens of prompts are to be scored too.
+      pictures: that every request has; whoever makes rows of them takes them out.
+      places: where they are in the prompt.
     """
 
     requests: tuple[Request, ...]
@@ -44,13 +52,15 @@ class Prepared:
     prompts: tuple[str, ...] = ()
     draws: bool = True
     scored: bool = False
+    pictures: list[Picture] = field(default_factory=list)
+    places: tuple[Span, ...] = ()
 
 
-def prepare_chat(body: ChatBody, model: Served) -> Prepared:
-    """Renders a conversation. Raises ApiError 400 with everything that is wrong, 404 for another model."""
+def prepare_chat(body: ChatBody, model: Served, look: Look = NO_IMAGES) -> Prepared:
+    """Renders a conversation with its images. Raises ApiError 400 with everything that is wrong, 404 for another model."""
     model.check_name(body.model)
     wrong = _Problems()
-    talk = _conversation(body, model, wrong)
+    talk = _conversation(body, model, wrong, look, 2 * model.capacity)
     grammar = None
     if talk.choice is not None:
         grammar = wrong.take(lambda: constraint(body, model, talk.thinking.thinking))
@@ -58,6 +68,7 @@ def prepare_chat(body: ChatBody, model: Served) -> Prepared:
     asked.check_length("the prompt", talk.ids)
     asked.check_count(body.n)
     wrong.refuse()
+    places = _places(talk.ids, model, look)
     reading = Reading(
         model.tokenizer,
         chat=True,
@@ -67,7 +78,8 @@ def prepare_chat(body: ChatBody, model: Served) -> Prepared:
         stop_ids=asked.stops,
         call_pieces=body.stream,
     )
-    return Prepared(asked.requests([talk.ids], grammar), body.n, reading)
+    requests = asked.requests([talk.ids], grammar)
+    return Prepared(requests, body.n, reading, pictures=list(look.pictures), places=places)
 
 
 def prepare_completion(body: CompletionBody, model: Served) -> Prepared:
@@ -81,10 +93,15 @@ def prepare_completion(body: CompletionBody, model: Served) -> Prepared:
     prompts = []
     for place, prompt in enumerate(body.prompt):
         name = "the prompt" if len(body.prompt) == 1 else f"prompt {place}"
-        ids = prompt if isinstance(prompt, list) else wrong.take(lambda text=prompt: _encode(text, model)) or []
+        ids = (
+            prompt
+            if isinstance(prompt, list)
+            else wrong.take(lambda text=prompt: _encode(text, model, 2 * model.capacity)) or []
+        )
         asked.check_length(name, ids)
         wrong.add([f"{name} is empty; at least one token works"] if not prompt else [])
         wrong.add(_vocabulary_problems(name, ids, model))
+        wrong.add(_placeholder_problems(name, ids, model))
         prompts.append(ids)
     asked.check_count(len(prompts) * body.n)
     count = sum(map(len, prompts)) * body.n * ((body.logprobs or 0) + 1)
@@ -96,15 +113,18 @@ def prepare_completion(body: CompletionBody, model: Served) -> Prepared:
     return Prepared(asked.requests(prompts), body.n, reading, tuple(texts), body.max_tokens > 0, scored)
 
 
-def tokenize(body: TokenizeBody, model: Served) -> list[int]:
-    """The ids of a text, or of a conversation. Raises ApiError as the others do."""
+def tokenize(body: TokenizeBody, model: Served, look: Look = NO_IMAGES) -> list[int]:
+    """The ids of a text, or of a conversation with its images. Raises ApiError as the others do."""
     model.check_name(body.model)
     wrong = _Problems()
+    most = limits.TOKENIZED
     if body.prompt is not None:
         text = body.prompt
-        ids = wrong.take(lambda: _encode(text, model)) or []
+        ids = wrong.take(lambda: _encode(text, model, most)) or []
     else:
-        ids = _conversation(body, model, wrong).ids
+        ids = _conversation(body, model, wrong, look, most).ids
+    if len(ids) > most:
+        wrong.add([f"this is more than {most:,} tokens; up to as many are given"], "context_length_exceeded")
     wrong.refuse()
     return ids
 
@@ -149,8 +169,8 @@ class _Talk(NamedTuple):
     choice: ToolChoice | None
 
 
-def _conversation(body: ChatBody | TokenizeBody, model: Served, wrong: _Problems) -> _Talk:
-    """Renders the messages of a body; what comes back after a problem is not to be used."""
+def _conversation(body: ChatBody | TokenizeBody, model: Served, wrong: _Problems, look: Look, most: int) -> _Talk:
+    """Renders the messages of a body; what comes back after a problem, or with more than ``most`` ids, is not to be used."""
     kwargs: Mapping[str, Any] = body.chat_template_kwargs or {}
     wrong.add(
         f"chat_template_kwargs has no {shown(key)}{nearest(key[: limits.NAME], _TEMPLATE_KEYS)}"
@@ -165,8 +185,8 @@ def _conversation(body: ChatBody | TokenizeBody, model: Served, wrong: _Problems
     thinking = thinking or Thinking(True, None)
     choice = wrong.take(lambda: resolve_tool_choice(body.tool_choice, body.tools))
     messages = body.messages or []
-    images = list(_image_problems(messages))
-    wrong.add(images)
+    wrong.add(look.problems, "invalid_image")
+    prompts = [image_prompt(picture.width, picture.height, picture.tokens) for picture in look.pictures]
     segments = wrong.take(
         lambda: render(
             messages,
@@ -176,16 +196,20 @@ def _conversation(body: ChatBody | TokenizeBody, model: Served, wrong: _Problems
             tool_choice=body.tool_choice if choice else None,
             response_format=body.response_format,
             add_generation_prompt=body.add_generation_prompt if isinstance(body, TokenizeBody) else True,
+            image_prompts=None if look.problems else prompts,  # those that are wrong still have a place
         )
     )
-    if isinstance(body, TokenizeBody):
-        return _Talk(model.tokenizer.encode_segments(segments or []), thinking, choice)
-    ids: list[int] = []
-    for segment in segments or ():
-        ids += model.tokenizer.encode_segments([segment])
-        if len(ids) > 2 * model.capacity:  # refused anyway, and the rest may be minutes of work
-            break
-    return _Talk(ids, thinking, choice)
+    return _Talk(model.tokenizer.encode_segments(segments or [], most), thinking, choice)
+
+
+def _places(ids: Sequence[int], model: Served, look: Look) -> tuple[Span, ...]:
+    """Where the images of a prompt are. Nothing else may stand in their places."""
+    if model.placeholder is None:
+        return ()
+    try:
+        return find_spans(ids, model.placeholder, [(picture.tokens, picture.digest) for picture in look.pictures])
+    except MediaError as error:
+        raise refused(error) from None
 
 
 class _Asked:
@@ -253,9 +277,10 @@ class _Asked:
                 self._wrong.add([f"logit_bias names {shown(key)}; its keys are token ids from 0 to {vocab - 1}"])
 
 
-def _encode(text: str, model: Served) -> list[int]:
+def _encode(text: str, model: Served, most: int) -> list[int]:
+    """The ids of a text, or a few more than ``most`` of them: it is refused then, and the rest may be minutes of work."""
     try:
-        return model.tokenizer.encode(text)
+        return model.tokenizer.encode(text, most=most)
     except EncodeError as error:
         raise ChatError(f"prompt: {error}; send whole characters") from None
 
@@ -266,12 +291,10 @@ def _vocabulary_problems(name: str, ids: Sequence[int], model: Served) -> Iterat
         yield f"{name} holds {len(strange):,} ids such as {shown(strange[0])}; ids go from 0 to {model.vocab - 1}"
 
 
-def _image_problems(messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    for place, message in enumerate(messages):
-        content = message.get("content")
-        for at, part in enumerate(content if isinstance(content, list) else ()):
-            if isinstance(part, Mapping) and part.get("type") in _IMAGES:
-                yield f"messages[{place}].content[{at}] is an image, which this server cannot read yet; text works"
+def _placeholder_problems(name: str, ids: Sequence[int], model: Served) -> Iterator[str]:
+    places = ids.count(model.placeholder) if model.placeholder is not None else 0
+    if places:
+        yield f"{name} has {places:,} places for rows of images; image parts of /v1/chat/completions fill those"
 
 
 def _tool_problems(tools: Sequence[Mapping[str, Any]]) -> Iterator[str]:

@@ -7,7 +7,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from starlette.responses import Response
@@ -20,6 +20,7 @@ from kimi_jax.engine.request import Event, RequestError
 from kimi_jax.serve.answers import Form, Json, Text, usage
 from kimi_jax.serve.choice import Choice
 from kimi_jax.serve.errors import ApiError, encode, refused
+from kimi_jax.serve.images import Images
 from kimi_jax.serve.limits import Limits
 from kimi_jax.serve.metrics import Metrics
 from kimi_jax.serve.prepare import Prepared
@@ -43,6 +44,7 @@ class Desk:
     limits: Limits
     metrics: Metrics
     scorer: Scorer | None = None
+    images: Images | None = None
 
 
 class ClientStuck(Exception):
@@ -89,6 +91,8 @@ class Answer(Response):
         try:
             if self._prepared.scored:
                 await self._score_prompts()
+            if self._prepared.pictures:
+                await self._see()
             if self._prepared.draws:
                 flow = await self._submit()
             await (self._send_stream if self._stream else self._send_whole)(flow, send)
@@ -114,6 +118,18 @@ class Answer(Response):
             ) from None
         except EngineStopped as error:
             raise _stopped() from error
+
+    async def _see(self) -> None:
+        """Has the tower look at the images, and gives what it saw to every request."""
+        images, prepared = self._desk.images, self._prepared
+        assert images is not None
+        try:
+            async with self._deadline():
+                spans = await images.spans(prepared.places, prepared.pictures, self._desk.pump)
+        except EngineStopped as error:
+            raise _stopped() from error
+        requests = tuple(replace(request, images=spans) for request in prepared.requests)
+        self._prepared = replace(prepared, requests=requests)
 
     async def _score_prompts(self) -> None:
         scorer, requests, each = self._desk.scorer, self._prepared.requests, self._prepared.each

@@ -10,6 +10,7 @@ from types import FrameType
 import uvicorn
 
 from kimi_jax.serve.app import App
+from kimi_jax.serve.images import Images
 from kimi_jax.serve.limits import Limits
 from kimi_jax.serve.model import Served, ServeError
 from kimi_jax.serve.pump import Engine, Pump
@@ -32,11 +33,12 @@ class Server(uvicorn.Server):
         keys: tuple[str, ...] = (),
         log_level: str = "info",
         scorer: Scorer | None = None,
+        images: Images | None = None,
     ) -> None:
-        self._scorer, self._began = scorer, time.monotonic()
+        self._scorer, self._images, self._began = scorer, images, time.monotonic()
         self._write_seconds = limits.write_seconds
         self.pump = Pump(engine, self._engine_failed, self._finish_warming)
-        self.app = App(model, self.pump, limits, keys, scorer)
+        self.app = App(model, self.pump, limits, keys, scorer, images)
         super().__init__(
             uvicorn.Config(
                 self.app,
@@ -64,6 +66,8 @@ class Server(uvicorn.Server):
     def _finish_warming(self) -> None:
         if self._scorer is not None:
             self._scorer.warm()
+        if self._images is not None:
+            self._images.warm()
         log.info("Ready: everything was compiled in %.0f s", time.monotonic() - self._began)
 
     def _engine_failed(self) -> None:

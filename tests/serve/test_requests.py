@@ -1,6 +1,8 @@
 """What is refused, and how: every problem at once, each with its limit and what works."""
 
+import asyncio
 import json
+import threading
 
 import numpy as np
 import pytest
@@ -9,9 +11,10 @@ from kimi_jax.serve import errors, limits
 from kimi_jax.serve.body import parse_body
 from kimi_jax.serve.constrain import GuardedGrammar
 from kimi_jax.serve.errors import ApiError, encode
+from kimi_jax.text import tokenizer as tokenizer_module
 from kimi_jax.text.grammar import GrammarFailed
-from kimi_jax.text.tokenizer import Tokenizer
-from tests.serve.client import ask, run
+from kimi_jax.text.tokenizer import SLICE, pieces
+from tests.serve.client import Call, ask, run
 from tests.serve.fake import FakeEngine
 from tests.serve.model import CAPACITY, served
 
@@ -221,15 +224,60 @@ def test_the_work_for_an_error_is_small(monkeypatch):
     assert len(sought) <= limits.PROBLEMS  # red when a near name of each unknown field is looked for
 
 
-def test_a_prompt_is_not_encoded_further_than_what_decides(monkeypatch):
-    encoded = []
-    encode_segments = Tokenizer.encode_segments
-    monkeypatch.setattr(Tokenizer, "encode_segments", lambda self, s: encoded.append(s) or encode_segments(self, s))
+@pytest.fixture
+def encoded(monkeypatch):
+    """Texts that were encoded, as the tokenizer cuts them."""
+    texts = []
+    noted = lambda text: texts.append(text) or text  # noqa: E731
+    monkeypatch.setattr(tokenizer_module, "pieces", lambda text: map(noted, pieces(text)))
+    return texts
+
+
+def test_a_prompt_is_not_encoded_further_than_what_decides(encoded):
     call = {"name": "f", "arguments": json.dumps({f"k{n}": n for n in range(2000)})}
     asks = {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "type": "function", "function": call}]}
     error = refused(CHAT, {"messages": [*QUESTION["messages"], asks]})
     assert f"has more than {2 * CAPACITY:,} tokens" in error["message"]
     assert len(encoded) < 2 * CAPACITY  # red when every one of the 10,000 segments is
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "said"),
+    [
+        (CHAT, lambda text: {"messages": [{"role": "user", "content": text}]}, f"more than {2 * CAPACITY:,} tokens"),
+        (TEXT, lambda text: {"prompt": text}, f"more than {2 * CAPACITY:,} tokens"),
+        ("/tokenize", lambda text: {"prompt": text}, "this is more than 5,000 tokens; up to as many are given"),
+        ("/tokenize", lambda text: {"messages": [{"role": "user", "content": text}]}, "this is more than 5,000 tokens"),
+    ],
+)
+def test_a_huge_text_is_not_encoded_to_its_end(path, body, said, encoded, monkeypatch):
+    # red when a body of megabytes keeps a thread for as long as all of it takes
+    monkeypatch.setattr(limits, "TOKENIZED", 5000)
+    error = refused(path, body("ab " * SLICE))
+    assert said in error["message"] and error["code"] == "context_length_exceeded"
+    assert sum(map(len, encoded)) < 1.5 * SLICE
+
+
+def test_preparation_has_threads_of_its_own():
+    # red when a flood of long prompts keeps the server's other threads, and answers wait for them
+    async def scenario(app):
+        loop, go = asyncio.get_running_loop(), threading.Event()
+        stuck = [loop.run_in_executor(None, go.wait, 60) for _ in range(64)]
+        try:
+            return await Call(app, "/tokenize", {"prompt": "a b"}).done(10)
+        finally:
+            go.set()
+            await asyncio.gather(*stuck)
+
+    assert run(FakeEngine(served().vocab, capacity=CAPACITY), scenario).json["count"] == 3
+
+
+def test_a_form_that_says_nothing_is_refused():
+    # red when it is taken: its answer failed with status 500
+    schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"$ref": "#"}}}
+    tool = {"type": "function", "function": {"name": "f", "strict": True, "parameters": {"$ref": "#"}}}
+    assert "leads back to itself" in refused(CHAT, {**QUESTION, "response_format": schema})["message"]
+    assert "leads back to itself" in refused(CHAT, {**QUESTION, "tools": [tool]})["message"]
 
 
 @pytest.mark.parametrize("error", [GrammarFailed("too complex"), ValueError("a fault")])
