@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from kimi_jax.checkpoint import parameters
 from kimi_jax.checkpoint.load import Progress, silent
-from kimi_jax.checkpoint.resident import unpack_experts
+from kimi_jax.checkpoint.resident import Requantiser, unpack_experts
 from kimi_jax.completion import AnswerBuilder, Completion, Piece, Reading
 from kimi_jax.config import SHIPPED, KimiConfig, load_config
 from kimi_jax.engine.request import Request, check, check_ids
@@ -32,6 +32,7 @@ from kimi_jax.problems import ProblemsError, nearest
 from kimi_jax.prompts import Message, Prompt, PromptReader, image_list, image_lists
 from kimi_jax.testing.shipped import SHIPPED_MODELS, shipped_model
 from kimi_jax.text.stop import StopStrings
+from kimi_jax.quant.fp8_policy import form_problems, fp8_policy
 from kimi_jax.text.tokenizer import Tokenizer
 from kimi_jax.text.vocabulary import TokenizerMissing
 from kimi_jax.vision_steps import VisionSteps
@@ -226,6 +227,7 @@ def load(
     decode_block: int = 16,
     progress: Progress = silent,
 ) -> Kimi:
+    fp8: str | None = None,
     """Reads a checkpoint straight into its place on the mesh.
 
     Args:
@@ -245,6 +247,8 @@ def load(
       decode_block: decode steps between two reads by the host.
       progress: called with each parameter's name and bytes as it lands.
 
+      fp8: projections that are re-quantised to FP8 while they are read: ``ptpc``, the published treatment, or groups as ``plan``
+        takes them; none where omitted.
     Raises:
       ConfigError, LayoutError, CheckpointError, TokenizerError, PrecisionError, SettingsError, LoadError: each lists everything
         wrong.
@@ -267,6 +271,7 @@ def load(
     precision = choose_precision(dtype, kv_dtype, "gpu" if impls.kernels else platform, experts)
     steps = Steps(config, placed, mesh, precision, capacity, decode_block, impls)
     _refuse_unbuilt(config, placed)
+    precision = replace(precision, fp8=_treatment(fp8, mesh.devices.flat[0]))
     validate(placed, steps.parameters, config.name)
     tokenizer = _tokenizer(folder, config)
     settings, no_vision = picture_settings(folder, config, vision)
@@ -280,7 +285,20 @@ def load(
     allowed = np.ones(config.vocab, bool)
     if tokenizer is not None:
         allowed[[number for number in tokenizer.banned_ids if number < config.vocab]] = False
-    return Kimi(config, placed, tokenizer, Runner(steps, params, allowed, prefill_chunk), encoder, no_vision)
+    runner = Runner(steps, params, allowed, prefill_chunk)
+    if draft is not None:
+        options = draft if isinstance(draft, DraftOptions) else DraftOptions(draft)
+        runner = DraftedRunner(*attach(steps, params, options, progress), allowed, prefill_chunk)
+    return Kimi(config, placed, tokenizer, runner, encoder, no_vision)
+
+
+def _treatment(fp8: str | None, device: Any) -> str:
+    """An FP8 treatment by its full name; a device must read the form of FP8 that it makes."""
+    policy = fp8_policy(fp8)
+    problems = form_problems(policy, str(getattr(device, "compute_capability", "")), device.device_kind)
+    if problems:
+        raise LoadError("These weights cannot be held", problems)
+    return policy.name
 
 
 def _implementations(impl: Impl | None, platform: str) -> Implementations:
@@ -322,13 +340,16 @@ def read_parameters(
     mesh = steps.mesh
     assert isinstance(mesh, Mesh)  # arrays lie on devices
     stored = abstract(config, Precision(), Parallel.single())[1]
-    packed = abstract(config, replace(steps.precision, experts="packed"), steps.parallel)[1]
+    policy = fp8_policy(steps.precision.fp8)
+    packed = abstract(config, replace(steps.precision, experts="packed", fp8="none"), steps.parallel)[1]
+    packed |= {name: stored[name] for name in packed if policy.covers(name)}
     if tower is not None:
         stored |= vision_parameters(config, Precision())
         packed |= tower.parameters
     params = parameters.read_parameters(
-        folder, stored, packed, steps.layout, mesh, tied_head=config.tied_head, progress=progress
-    )
+        folder, stored, packed, steps.layout, mesh, tied_head=config.tied_head, progress=progress,
+        finish=Requantiser(policy, steps.parameters, steps.layout, mesh),
+    )  # fmt: skip
     if steps.precision.experts == "packed":
         return params
     return unpack_experts(params, steps.parameters, steps.layout, mesh)

@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int
 from kimi_jax.cache import Cache
 from kimi_jax.config import KimiConfig
 from kimi_jax.layers.decoder import DecoderLayer, Residuals, Row, Tokens, enter
+from kimi_jax.layers.fp8 import hold_in_fp8
 from kimi_jax.layers.image_rows import ImageRows, merge
 from kimi_jax.layers.linear import Linear
 from kimi_jax.layers.norm import RmsNorm
@@ -23,6 +24,10 @@ from kimi_jax.placement.collectives import Parallel
 from kimi_jax.precision import Precision
 
 
+from kimi_jax.quant.fp8_policy import fp8_policy
+
+HeldCache = tuple[LayerCache | Pending, ...]
+"""A cache after a call, which holds records in the place of new recurrent states where that was asked for."""
 class Embedding(nnx.Module):
     """Token vectors, split by vocabulary."""
 
@@ -65,6 +70,7 @@ class KimiModel(nnx.Module):
         self.impls = impls
 
     def __call__(
+        hold_in_fp8(self, fp8_policy(precision.fp8))
         self,
         ids: Int[Array, "rows tokens"],
         starts: Int[Array, " rows"],

@@ -42,6 +42,8 @@ class Precision:
         memory and the same values, which a CPU reads about twice as fast.
       index: keys of the sparse indexer's cache (K3.1 Pro): a float dtype, ``fp8`` (e4m3fn, one float32 scale a key) or
         ``mxfp4`` (codes, one scale byte per 32 channels). On CPU bfloat16 keys are held as float32, as latent rows are.
+      fp8: which projections hold FP8 weights with a scale per output channel, by the name of their treatment
+        (``quant/fp8_policy``); ``projection`` is the dtype of the others.
     """
 
     activation: np.dtype[Any] = BFLOAT16
@@ -50,6 +52,7 @@ class Precision:
     latent: np.dtype[Any] = BFLOAT16
     experts: ExpertForm = "packed"
     index: IndexForm = "bfloat16"
+    fp8: str = "none"
 
     @property
     def exact(self) -> bool:

@@ -22,12 +22,20 @@ from kimi_jax.quant.mxfp4 import NAN_SCALE
 Progress = Callable[[str, int, int], None]
 """Called with a parameter's name once it is in place, the bytes in place so far, and the bytes in all."""
 
+Finish = Callable[[str, jax.Array], dict[str, jax.Array]]
+"""What becomes of a parameter as soon as it is in place: itself, or the arrays that are kept instead, each under its name."""
+
 _ALIGNMENT = 64
 """A CPU device keeps a host array as it is, without a copy, where its first byte lies at a multiple of this."""
 
 
 def silent(name: str, done: int, total: int) -> None:
     """The progress of somebody who does not want to know."""
+
+
+def keep(name: str, array: jax.Array) -> dict[str, jax.Array]:
+    """The finish of parameters that stay as they land."""
+    return {name: array}
 
 
 class Reader(Protocol):
@@ -94,7 +102,12 @@ def local_blocks(
 
 
 def place(
-    layout: Layout, mesh: Mesh, specs: Mapping[str, ArraySpec], read: Reader, progress: Progress = silent
+    layout: Layout,
+    mesh: Mesh,
+    specs: Mapping[str, ArraySpec],
+    read: Reader,
+    progress: Progress = silent,
+    finish: Finish = keep,
 ) -> dict[str, jax.Array]:
     """Every parameter as an array on the mesh, created with its final sharding.
 
@@ -103,15 +116,16 @@ def place(
     Args:
       specs: parameters by dotted path with the dtypes they are kept in; stored values are converted slice by slice.
       read: gives stored entries.
+      finish: called with each parameter before the next is read.
 
     Raises:
-      CheckpointError: from ``read``; arrays placed before are freed.
+      CheckpointError: from ``read`` or ``finish``; arrays placed before are freed.
     """
     params: dict[str, jax.Array] = {}
     done, total = 0, sum(spec.nbytes for spec in specs.values())
     try:
         for name, spec in specs.items():
-            params[name] = _placed(layout, mesh, name, spec, read)
+            params |= finish(name, _placed(layout, mesh, name, spec, read))
             done += spec.nbytes
             progress(name, done, total)
     except BaseException:

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from kimi_jax.checkpoint import names
 from kimi_jax.checkpoint.converted import ConvertedFolder, is_converted
 from kimi_jax.checkpoint.header import TensorInfo
-from kimi_jax.checkpoint.load import FolderReader, Progress, Reader, free, place, silent
+from kimi_jax.checkpoint.load import Finish, FolderReader, Progress, Reader, free, keep, place, silent
 from kimi_jax.checkpoint.names import EMBEDDING, HEAD
 from kimi_jax.checkpoint.reader import CheckpointFolder
 from kimi_jax.placement.axes import ArraySpec
@@ -36,20 +36,22 @@ def read_parameters(
     *,
     tied_head: bool = False,
     progress: Progress = silent,
+    finish: Finish = keep,
 ) -> dict[str, jax.Array]:
     """Every parameter of a checkpoint folder as an array on the mesh, created with its final sharding.
 
     Args:
       folder: released safetensors, or what ``convert`` made of them.
       stored: parameters by dotted path with the checkpoint's dtypes.
-      specs: the same parameters as they are kept.
+      specs: the same parameters as they are kept, or as ``finish`` wants them.
       tied_head: the configuration says that the output head is the embedding. A head in the folder is used even so.
+      finish: called with each parameter as it lands: what it gives is kept instead.
 
     Raises:
-      CheckpointError: the folder does not hold exactly the tensors of its configuration, or cannot be read.
+      CheckpointError: from ``finish``, or the folder does not hold exactly the tensors of its configuration, or cannot be read.
     """
     if is_converted(folder):
-        return _read_converted(ConvertedFolder.open(folder), stored, specs, layout, mesh, tied_head, progress)
+        return _read_converted(ConvertedFolder.open(folder), stored, specs, layout, mesh, tied_head, progress, finish)
     with CheckpointFolder.open(folder) as opened:
         wanted = names.sources(stored)
         if tied_head:
@@ -60,7 +62,7 @@ def read_parameters(
         reader = ZerosReader(FolderReader(opened, wanted), stored, absent)
         if tied_head:
             _warn_of_own_head(folder, reader, stored[HEAD].shape)
-        return place(layout, mesh, specs, reader, progress)
+        return place(layout, mesh, specs, reader, progress, finish)
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,7 @@ def _read_converted(
     mesh: Mesh,
     tied_head: bool,
     progress: Progress,
+    finish: Finish,
 ) -> dict[str, jax.Array]:
     """Parameters that are kept as they are stored go straight into their shards; a dtype is converted on the way.
 
@@ -125,7 +128,7 @@ def _read_converted(
     def landed(arrays: Mapping[str, jax.Array]) -> None:
         nonlocal done
         for name, array in arrays.items():
-            params[name] = array
+            params.update(finish(name, array))
             done += specs[name].nbytes
             progress(name, done, total)
 
@@ -141,7 +144,7 @@ def _read_converted(
     except BaseException:
         free(params)
         raise
-    return {name: params[name] for name in specs}
+    return {**{name: params[name] for name in specs if name in params}, **params}
 
 
 def _restore(

@@ -8,7 +8,6 @@ from kimi_jax.placement.layout import Layout
 from kimi_jax.planning.ask import text_parameters, vision_arrays
 from kimi_jax.planning.plan import plan
 from kimi_jax.precision import Precision
-from kimi_jax.quant.fp8_policy import Fp8Policy
 
 COMPILER_BYTES = 4 << 30
 """Host memory of the largest compile: the full-size decode loop took 3.2 GiB (docs/compiled/k3-tp8-decode.json)."""
@@ -45,7 +44,7 @@ def need_of(config: KimiConfig, layout: Layout, device: Device, context: int) ->
     """
     context = min(context, config.max_positions)
     found = plan(config, layout, device, context, kv_dtype="bfloat16")
-    stored = text_parameters(config, Precision(), Fp8Policy(), "")
+    stored = text_parameters(config, Precision())
     sizes = [spec.nbytes for spec in stored.values()]
     files = sum(sizes) + sum(spec.nbytes for spec in vision_arrays(config, Precision()).values())
     held = found.sizes.device_bytes

@@ -47,7 +47,7 @@ class Indexer(nnx.Module):
         Args:
           x: what the attention projections read.
         """
-        factors = [self.wk.weight[...], self.weights_proj.weight[...]]
+        factors = [self.wk.factor, self.weights_proj.factor]
         key, weights = linear_op.project_many(x, factors, [FLOAT32, FLOAT32], self.impls.linear)
         weights = self.parallel.all_gather(weights, "index_heads", -1)
         scale = self.sizes.heads**-0.5 * self.sizes.head_dim**-0.5
@@ -62,7 +62,7 @@ class Indexer(nnx.Module):
           query_latent: the query latent of attention before its norm.
           norm: that norm.
         """
-        expand = self.wq_b.weight[...]
+        expand = self.wq_b.factor
         q = linear_op.project_normed(query_latent, norm.weight[...], norm.eps, expand, self.impls.linear)
         q = q.reshape(*query_latent.shape[:2], -1, self.sizes.head_dim)
         return self.parallel.all_gather(q, "index_heads", 2)

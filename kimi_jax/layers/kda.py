@@ -73,6 +73,23 @@ class Kda(nnx.Module):
             eps=self.eps,
             impl=self.impl,
         )
+    def verify(
+        self, x: Float[Array, "rows tokens embed"], lengths: Int[Array, " rows"], cache: KdaCache
+    ) -> tuple[Float[Array, "rows tokens embed"], rollback.Pending]:
+        """The same outputs over a drafted block, the cache as it was, and records of the block beside it."""
+        out, records = rollback.verify(
+            self._project(x), self._weights(), cache.conv, cache.state, lengths, lower_bound=self.bound, eps=self.eps
+        )
+        y = self.parallel.psum(self.o_proj(out, impl=self.impls.linear), "heads")
+        return y, rollback.Pending(cache.conv, cache.state, records)
+
+    def _project(self, x: Float[Array, "rows tokens embed"]) -> kda_op.Projected:
+        readers = (self.q_proj, self.k_proj, self.v_proj, self.g_proj, self.f_a_proj, self.b_proj)
+        weights, dtypes = [reader.factor for reader in readers], [x.dtype] * len(readers)
+        q, k, v, gate, latent, b = linear_op.project_many(x, weights, dtypes, self.impls.linear)
+        latent = self.parallel.all_gather(latent, "decay_rank", -1)
+        return kda_op.Projected(q, k, v, gate, latent, b)
+
         y = self.parallel.psum(self.o_proj(out, impl=self.impls.linear), "heads")
         return y, KdaCache(windows, state)
 
@@ -81,7 +98,7 @@ class Kda(nnx.Module):
             self.q_conv1d.weight[...],
             self.k_conv1d.weight[...],
             self.v_conv1d.weight[...],
-            self.f_b_proj.weight[...],
+            self.f_b_proj.factor,
             self.A_log[...],
             self.dt_bias[...].reshape(-1, self.head_dim),
             self.o_norm.weight[...],

@@ -54,11 +54,11 @@ class Experts(nnx.Module):
         return moe_op.ExpertCodes(*(a[...] for m in matrices for a in (m.weight_codes, m.weight_scale)))
 
 
-class Router(nnx.Module):
+class Router(Linear):
     """Router weight and the bias that only selects; the bias stays float32."""
 
     def __init__(self, config: KimiConfig, precision: Precision) -> None:
-        self.weight = param((config.moe.experts, config.hidden), precision.projection, ("router_expert", "embed"))
+        super().__init__(config.moe.experts, config.hidden, ("router_expert", "embed"), precision)
         self.e_score_correction_bias = param((config.moe.experts,), FLOAT32, (None,))
 
 
@@ -86,7 +86,7 @@ class LatentMoe(nnx.Module):
         """Args: ``real`` is False for padding, which touches no expert."""
         parallel, moe, impl = self.parallel, self.sizes, self.impls.linear
         flat = x.reshape(-1, x.shape[-1])
-        readers = [self.gate.weight[...], self.routed_expert_down_proj.weight[...], self.shared_experts.first]
+        readers = [self.gate.factor, self.routed_expert_down_proj.factor, self.shared_experts.first]
         logits, latent, inner = linear_op.project_many(flat, readers, [jnp.float32, x.dtype, x.dtype], impl)
         logits, latent = parallel.all_gather_together([(logits, "router_expert"), (latent, "latent")])
         bias = self.gate.e_score_correction_bias[...]
@@ -115,12 +115,12 @@ class LatentMoe(nnx.Module):
         norm, up, down = self.routed_expert_norm, self.routed_expert_up_proj, self.shared_experts.down_proj
         over, shared_over = (set(parallel.mesh_axes(*names)) for names in (("expert", "expert_ffn"), ("ffn",)))
         if parallel.size("latent") == 1 and over == shared_over:
-            joined = parallel.psum(linear_op.project_beside(routed, inner, down.weight[...], impl), "ffn")
-            return linear_op.project_and_add(joined, norm.weight[...], norm.eps, up.weight[...], impl)
+            joined = parallel.psum(linear_op.project_beside(routed, inner, down.factor, impl), "ffn")
+            return linear_op.project_and_add(joined, norm.weight[...], norm.eps, up.factor, impl)
         routed, shared = routed.astype(inner.dtype), down(inner, impl=impl)
         if parallel.size("latent") == 1:
             routed, shared = parallel.psum_each([(routed, ("expert", "expert_ffn")), (shared, ("ffn",))])
-            return linear_op.project_normed(routed, norm.weight[...], norm.eps, up.weight[...], impl) + shared
+            return linear_op.project_normed(routed, norm.weight[...], norm.eps, up.factor, impl) + shared
         whole = self.routed_expert_norm(parallel.psum(routed, "expert", "expert_ffn"))
         partial = self.routed_expert_up_proj(parallel.local_slice(whole, "latent", -1), impl=self.impls.linear)
         if set(parallel.mesh_axes("latent")) == shared_over:

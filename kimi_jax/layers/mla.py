@@ -61,10 +61,10 @@ class Mla(nnx.Module):
         """
         sizes, impl = self.sizes, self.impls.linear
         readers = (self.q_a_proj, self.kv_a_proj_with_mqa, self.g_proj)
-        query_latent, row, gate = linear_op.project_many(x, [reader.weight[...] for reader in readers], impl=impl)
+        query_latent, row, gate = linear_op.project_many(x, [reader.factor for reader in readers], impl=impl)
         query_latent = self.parallel.all_gather(query_latent, "q_lora", -1)
         norm, expand = self.q_a_layernorm, self.q_b_proj
-        query = linear_op.project_normed(query_latent, norm.weight[...], norm.eps, expand.weight[...], impl)
+        query = linear_op.project_normed(query_latent, norm.weight[...], norm.eps, expand.factor, impl)
         query = query.reshape(*x.shape[:2], -1, sizes.query_dim)
         read = self.indexer.read(x) if hasattr(self, "indexer") else None
         cache = self._write(row, None if read is None else read[0], lengths - new, new, cache, pages)
@@ -134,7 +134,7 @@ class Mla(nnx.Module):
         return context.attend(
             query,
             cache.latent,
-            self.kv_b_proj.weight[...],
+            self.kv_b_proj.factor,
             positions,
             lengths,
             self.parallel,
@@ -157,7 +157,7 @@ class Mla(nnx.Module):
         return context.attend_selected(
             query,
             cache.latent,
-            self.kv_b_proj.weight[...],
+            self.kv_b_proj.factor,
             selected,
             lengths,
             self.parallel,

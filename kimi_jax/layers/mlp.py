@@ -22,7 +22,7 @@ class GatedMlp(nnx.Module):
     @property
     def first(self) -> Gated:
         """The first half, for a launch that also projects the input for others."""
-        return Gated(self.gate_proj.weight[...], self.up_proj.weight[...], self.beta, self.linear_beta)
+        return Gated(self.gate_proj.factor, self.up_proj.factor, self.beta, self.linear_beta)
 
     def __call__(self, x: Float[Array, "*rows embed"], impl: Impl = "reference") -> Float[Array, "*rows embed"]:
         (inner,) = linear_op.project_many(x, [self.first], impl=impl)

@@ -4,15 +4,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from types import MappingProxyType
-from typing import Any, Literal
-
-import numpy as np
+from typing import Literal
 
 from kimi_jax.cache import Cache, KdaCache, describe, describe_sources
 from kimi_jax.config import KimiConfig
 from kimi_jax.draft.config import DraftConfig
 from kimi_jax.draft.dspark import describe_draft_cache, draft_parameters
-from kimi_jax.layers.fp8 import requantised
 from kimi_jax.layers.vision import vision_parameters
 from kimi_jax.model import abstract
 from kimi_jax.placement.axes import ArraySpec
@@ -21,7 +18,7 @@ from kimi_jax.placement.device import Device
 from kimi_jax.placement.layout import Layout
 from kimi_jax.planning.parts import DRAFT
 from kimi_jax.precision import Precision
-from kimi_jax.quant.fp8_policy import Fp8Policy, fp8_form
+from kimi_jax.quant.fp8_policy import Fp8Policy
 
 UNTREATED = Fp8Policy()
 VisionPlace = Literal["off", "replicated", "split"]
@@ -79,7 +76,7 @@ class Ask:
     @property
     def weights(self) -> Arrays:
         """Every parameter that is loaded."""
-        text = text_parameters(self.config, self.precision, self.fp8, self.device.target)
+        text = text_parameters(self.config, self.precision, self.fp8)
         loaded = dict(text)
         if self.vision != "off":
             loaded |= vision_arrays(self.config, self.precision)
@@ -132,9 +129,9 @@ def with_options(ask: Ask) -> Layout:
     return replace(layout, axes=axes)
 
 
-def text_parameters(config: KimiConfig, precision: Precision, fp8: Fp8Policy, target: str) -> Arrays:
+def text_parameters(config: KimiConfig, precision: Precision, fp8: Fp8Policy = UNTREATED) -> Arrays:
     """The text model's parameters, treated; the dtypes of the caches play no part."""
-    return _text(config, of_weights(precision), fp8, fp8_form(target) if fp8.groups else None)
+    return _text(config, replace(of_weights(precision), fp8=fp8.name))
 
 
 def vision_arrays(config: KimiConfig, precision: Precision) -> Arrays:
@@ -153,9 +150,7 @@ def of_weights(precision: Precision) -> Precision:
 
 
 @lru_cache(maxsize=8)
-def _text(config: KimiConfig, precision: Precision, fp8: Fp8Policy, form: np.dtype[Any] | None) -> Arrays:
-    if form is not None:
-        return MappingProxyType(requantised(_text(config, precision, UNTREATED, None), fp8, form))
+def _text(config: KimiConfig, precision: Precision) -> Arrays:
     return MappingProxyType(abstract(config, precision, Parallel.single())[1])
 
 

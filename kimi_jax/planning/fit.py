@@ -15,7 +15,7 @@ from kimi_jax.placement.layout import Layout, LayoutError, load_layout, validate
 from kimi_jax.planning.ask import Ask, changed
 from kimi_jax.planning.sizes import Sizes, sizes
 from kimi_jax.precision import LATENTS
-from kimi_jax.quant.fp8_policy import fp8_policy
+from kimi_jax.quant.fp8_policy import form_problems, fp8_policy
 
 SMALL_CHUNK = 2048
 LEAN_AXES = ("latent", "router_expert", "q_lora")
@@ -201,9 +201,10 @@ def _split_sequence(ask: Ask) -> Change | None:
 
 
 def _fp8_weights(ask: Ask) -> Change | None:
-    if ask.fp8.groups or ask.precision.exact:
+    policy = fp8_policy("ptpc")
+    if ask.fp8.groups or ask.precision.exact or form_problems(policy, ask.device.target, ask.device.name):
         return None
-    return Change("FP8 projections", "--fp8 ptpc", changed(ask, fp8=fp8_policy("ptpc")))
+    return Change("FP8 projections", "--fp8 ptpc", changed(ask, fp8=policy))
 
 
 _KEEPING = (_narrow_latent, _narrow_index, _small_chunk, _lean, _split_sequence, _fp8_weights)

@@ -17,7 +17,7 @@ from kimi_jax.planning.sizes import count_parameters, sizes
 from kimi_jax.planning.trade import latent_trade
 from kimi_jax.precision import ExpertForm, Precision, choose_precision
 from kimi_jax.problems import ProblemsError
-from kimi_jax.quant.fp8_policy import Fp8Policy, fp8_policy
+from kimi_jax.quant.fp8_policy import Fp8Policy, form_problems, fp8_policy
 
 T = TypeVar("T")
 MOST_SEQUENCES = 1 << 24
@@ -85,6 +85,7 @@ def plan(
         Precision(),
     )
     policy = _try(problems, lambda: fp8_policy(fp8), Fp8Policy())
+    problems += form_problems(policy, chosen.target, chosen.name)
     drafted = _try(problems, lambda: published_draft(draft) if isinstance(draft, str) else draft, None)
     problems += _part_problems(config, vision, drafted, draft_place)
     if problems:

@@ -13,7 +13,6 @@ from kimi_jax.placement.layout import Layout
 from kimi_jax.planning.ask import Arrays, Ask, changed, of_weights, text_parameters, vision_arrays
 from kimi_jax.planning.parts import CATEGORY_OF, category_of, part_of
 from kimi_jax.precision import Precision
-from kimi_jax.quant.fp8_policy import Fp8Policy
 
 RELEASED_A_LOG = {96: 128}
 """Heads -> entries of ``A_log`` in the released file; only one per head is a value, and only those are placed."""
@@ -93,7 +92,7 @@ class Parameters:
 def count_parameters(ask: Ask) -> Parameters:
     """Parameters of the model of an ask; independent of layout and dtype."""
     config, stored = ask.config, Precision()
-    text = text_parameters(config, stored, Fp8Policy(), "")
+    text = text_parameters(config, stored)
     moe, kda = config.moe, config.kda
     whole, active, head = 0, 0, 0
     for name, spec in text.items():

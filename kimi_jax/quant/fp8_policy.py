@@ -10,10 +10,6 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
-
-import ml_dtypes
-import numpy as np
 
 from kimi_jax.problems import ProblemsError
 
@@ -36,8 +32,9 @@ GROUPS: Mapping[str, str] = MappingProxyType(
 PTPC = ("attention", "mlp", "index_query")
 """The published treatment."""
 
-FORMS: Mapping[str, np.dtype[Any]] = MappingProxyType({"gfx942": np.dtype(ml_dtypes.float8_e4m3fnuz)})
-"""FP8 form by compiler target where it is not e4m3fn: the two must never be mixed."""
+FNUZ = ("gfx940", "gfx941", "gfx942")
+"""Compiler targets whose matrix units read another form, e4m3fnuz (largest value 240, byte 0x80 is NaN); the two must never be
+mixed."""
 
 
 class Fp8Error(ProblemsError):
@@ -81,6 +78,16 @@ def fp8_policy(text: str | Fp8Policy | None) -> Fp8Policy:
     return Fp8Policy(tuple(group for group in GROUPS if group in chosen))
 
 
-def fp8_form(target: str = "") -> np.dtype[Any]:
-    """The FP8 dtype of a compiler target ("gfx950")."""
-    return FORMS.get(target, np.dtype(ml_dtypes.float8_e4m3fn))
+def form_problems(policy: Fp8Policy, target: str, device: str) -> list[str]:
+    """Why a device cannot multiply what a treatment makes; empty where it can.
+
+    Args:
+      target: the device's compiler target ("gfx950"), or what its driver calls it ("gfx942:sramecc+:xnack-").
+      device: its name, for the message.
+    """
+    if not policy.groups or target.split(":")[0] not in FNUZ:
+        return []
+    return [
+        f"fp8 {policy.name!r} on {device}: {target} multiplies FP8 in the form e4m3fnuz, and only e4m3fn is built; what works: "
+        "fp8 'none' there, or a device that reads e4m3fn such as mi355x"
+    ]

@@ -55,12 +55,18 @@ def _as_options(text: str) -> dict[str, str]:
 
 def test_changes_are_combined_when_none_does_alone():
     # Red when pairs are not tried, or the weights of a smaller device are called a fit.
-    plan = kimi_jax.plan("k3", "tp8", "mi300x", context=1 << 17)
+    plan = kimi_jax.plan("k3", "tp8-dcp8", batch=46, kv_dtype="bfloat16")
     assert not plan.fit.fits
     smallest = plan.fit.smallest
     assert smallest.fits and "," in smallest.change.what
-    assert smallest.change.ask.context == 1 << 17 and smallest.change.ask.batch == 1
+    assert smallest.change.ask.context == 1 << 20 and smallest.change.ask.batch == 46
     assert "Smallest change that fits" in str(plan)
+
+
+def test_what_a_device_cannot_multiply_is_not_proposed():
+    # Red when FP8 weights are proposed for a device with the other form of FP8, or held back from one without.
+    tried = kimi_jax.plan("k3", "tp8", "mi300x", context=1 << 17).fit.tried
+    assert tried and not any("--fp8" in one.change.options for one in tried)
 
 
 def test_more_devices_when_nothing_else_does():

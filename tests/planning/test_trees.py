@@ -5,18 +5,17 @@ import math
 
 import pytest
 
+import kimi_jax
 from kimi_jax.config import load_config
 from kimi_jax.draft.config import PUBLISHED, DraftError, published_draft
-from kimi_jax.draft.dspark import Dspark, draft_parameters
-from kimi_jax.layers.fp8 import requantised
+from kimi_jax.draft.dspark import draft_parameters
 from kimi_jax.layers.vision import vision_parameters
 from kimi_jax.planning.ask import text_parameters
 from kimi_jax.planning.parts import category_of, part_of
+from kimi_jax.planning.plan import PlanError
 from kimi_jax.planning.sizes import values_of
 from kimi_jax.precision import Precision
-from kimi_jax.quant.fp8_policy import Fp8Error, Fp8Policy, fp8_form, fp8_policy
-
-NONE = Fp8Policy()
+from kimi_jax.quant.fp8_policy import Fp8Error, form_problems, fp8_policy
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +37,7 @@ def listed(fixtures):
 def test_the_text_tree_is_the_released_list(listed):
     # Red when a name, a shape or a category differs from the release.
     config = load_config("k3")
-    mine = text_parameters(config, Precision(), NONE, "")
+    mine = text_parameters(config, Precision())
     theirs = {name: found for name, found in listed.items() if found[1] != "vision"}
     assert set(mine) == set(theirs)
     for name, (shape, category) in theirs.items():
@@ -95,8 +94,8 @@ def test_forwards_that_are_not_built_say_so():
 def test_fp8_treats_the_published_groups_and_nothing_else():
     # Red when a pattern covers too much or too little, or a scale is not cut like the outputs.
     config = load_config("k3.1-pro")
-    plain = text_parameters(config, Precision(), NONE, "")
-    treated = requantised(plain, fp8_policy("ptpc"))
+    plain = text_parameters(config, Precision())
+    treated = text_parameters(config, Precision(), fp8_policy("ptpc"))
     narrow = {name for name in plain if treated[name].dtype.itemsize == 1 != plain[name].dtype.itemsize}
     kinds = {part_of(name, config) for name in narrow}
     assert kinds == {"kda_projections", "mla_projections", "dense_mlp", "shared_experts", "indexer"}
@@ -122,7 +121,18 @@ def test_policies_that_are_wrong_name_all_words():
     with pytest.raises(Fp8Error) as caught:
         fp8_policy("ptpc+haed+routed")
     assert len(caught.value.problems) == 2 and "latent" in caught.value.hint
-    assert (fp8_form("gfx942").name, fp8_form("gfx950").name) == ("float8_e4m3fnuz", "float8_e4m3fn")
+
+
+def test_the_other_form_of_fp8_is_refused():
+    # Red when codes of one form would be multiplied as the other (PF-76), or a device without FP8 weights is refused.
+    for target in ("gfx942", "gfx942:sramecc+:xnack-"):
+        (problem,) = form_problems(fp8_policy("ptpc"), target, "mi300x")
+        assert "e4m3fnuz" in problem and "mi355x" in problem
+    assert (
+        form_problems(fp8_policy("ptpc"), "gfx950", "mi355x") == form_problems(fp8_policy("none"), "gfx942", "x") == []
+    )
+    with pytest.raises(PlanError, match="e4m3fnuz"):
+        kimi_jax.plan("k3", "tp8", "mi300x", 1024, fp8="ptpc")
 
 
 def test_a_parameter_without_a_place_is_an_error():

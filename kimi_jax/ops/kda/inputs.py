@@ -4,6 +4,8 @@ from typing import NamedTuple
 
 from jaxtyping import Array, Float
 
+from kimi_jax.ops.linear.weights import Matrix
+
 
 class Projected(NamedTuple):
     """Projections of the new tokens, in the activation dtype; positions past a row's length may hold anything, also NaN.
@@ -28,7 +30,7 @@ class Weights(NamedTuple):
 
     Attributes:
       q_conv, k_conv, v_conv: filters; the last tap multiplies the current token.
-      decay: widens the latent to gate logits; in the dtype of dot operands.
+      decay: widens the latent to gate logits, [channels, rank]; in the dtype of dot operands, or FP8.
       A_log: one entry per head.
       dt_bias: added to the gate logits.
       norm: of the output, shared by all heads.
@@ -37,7 +39,7 @@ class Weights(NamedTuple):
     q_conv: Float[Array, "channels one taps"]
     k_conv: Float[Array, "channels one taps"]
     v_conv: Float[Array, "channels one taps"]
-    decay: Float[Array, "channels rank"]
+    decay: Matrix
     A_log: Float[Array, " heads"]
     dt_bias: Float[Array, "heads dim"]
     norm: Float[Array, " dim"]

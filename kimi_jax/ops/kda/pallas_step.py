@@ -4,6 +4,7 @@ It reads its state once and writes it once, in place, and it owns its head's cha
 reads what another writes. The output norm needs all value channels of a head, so they are not dealt to several programs.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -17,7 +18,9 @@ from jaxtyping import Array, Float, Int
 from kimi_jax.ops.kda.inputs import Projected, Weights
 from kimi_jax.ops.kda.output import gated_norm
 from kimi_jax.ops.kda.reference import unit
+from kimi_jax.ops.linear.weights import Scaled
 from kimi_jax.ops.once import once
+from kimi_jax.quant.fp8 import E4M3, LARGEST, SMALLEST_SCALE
 
 MOST_TOKENS = 8
 """Tokens of a row that one launch takes: a drafted block and the token before it. The loop over them is unrolled."""
@@ -45,11 +48,12 @@ def step(
     """See ``api.attend``."""
     operands = (lengths, *projected, *weights, windows, state)
     written = (projected.v, windows, state)
+    leaves = len(jax.tree.leaves(operands))
     return pl.pallas_call(
         partial(_kernel, lower_bound=lower_bound, eps=eps),
         out_shape=[jax.ShapeDtypeStruct(like.shape, like.dtype) for like in written],
         grid=state.shape[:2],
-        input_output_aliases={len(operands) - 2: 1, len(operands) - 1: 2},
+        input_output_aliases={leaves - 2: 1, leaves - 1: 2},
         interpret=interpret,
         name="kda_step",
         compiler_params=None if interpret else plt.CompilerParams(num_warps=WARPS, num_stages=1),
@@ -78,7 +82,7 @@ def _kernel(lengths: Any, *refs: Any, lower_bound: float, eps: float) -> None:
             + [_load(x, (row, np.int32(t), channels), dim, t < length) for t in range(tokens)]
             for stream, x in enumerate((projected.q, projected.k, projected.v))
         ]
-        decay_kr, slope = weights.decay[channels, :], jnp.exp(weights.A_log[head])
+        widen, slope = _widening(weights.decay, channels), jnp.exp(weights.A_log[head])
         dt_bias, norm = weights.dt_bias[head, :], weights.norm[:]
         state_kv = state[row, head, :, :]
 
@@ -87,9 +91,8 @@ def _kernel(lengths: Any, *refs: Any, lower_bound: float, eps: float) -> None:
             q, k, v = (
                 _activated(inputs[stream][t : t + taps], taps_of[stream], out.dtype) for stream in range(len(inputs))
             )
-            latent = _load(projected.latent, (row, np.int32(t), slice(None)), decay_kr.shape[1], real)
-            f = jnp.sum(decay_kr.astype(jnp.float32) * latent.astype(jnp.float32)[None, :], axis=1)
-            f = f.astype(out.dtype).astype(jnp.float32)
+            latent = _load(projected.latent, (row, np.int32(t), slice(None)), weights.decay.shape[1], real)
+            f = widen(latent.astype(jnp.float32)).astype(out.dtype).astype(jnp.float32)
             decay = jnp.exp(lower_bound * jax.nn.sigmoid(slope * (f + dt_bias)))
             beta = jax.nn.sigmoid(projected.b[row, t, head].astype(jnp.float32))
             q, k = unit(q) * dim**-0.5, unit(k)
@@ -111,6 +114,21 @@ def _kernel(lengths: Any, *refs: Any, lower_bound: float, eps: float) -> None:
                 for count in range(tokens - 1, 0, -1):
                     kept = jnp.where(length <= count, seen[slot + count], kept)
                 new_windows[row, stream, slot, channels] = kept.astype(new_windows.dtype)
+
+
+def _widening(decay: Any, channels: Any) -> Callable[[jax.Array], jax.Array]:
+    """From one token's latent to the gate logits of some channels, float32."""
+    if not isinstance(decay, Scaled):
+        decay_kr = decay[channels, :].astype(jnp.float32)
+        return lambda latent: jnp.sum(decay_kr * latent[None, :], axis=1)
+    codes_kr, scale_k = decay.codes[channels, :].astype(jnp.float32), decay.scale[channels]
+
+    def widen(latent: jax.Array) -> jax.Array:
+        scale = jnp.maximum(jnp.max(jnp.abs(latent)) / LARGEST, SMALLEST_SCALE)
+        rounded = (latent / scale).astype(E4M3).astype(jnp.float32)
+        return jnp.sum(codes_kr * rounded[None, :], axis=1) * (scale_k * scale)
+
+    return widen
 
 
 def _load(ref: Any, at: tuple[Any, ...], size: int, real: Any) -> jax.Array:
