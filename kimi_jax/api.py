@@ -285,11 +285,7 @@ def load(
     allowed = np.ones(config.vocab, bool)
     if tokenizer is not None:
         allowed[[number for number in tokenizer.banned_ids if number < config.vocab]] = False
-    runner = Runner(steps, params, allowed, prefill_chunk)
-    if draft is not None:
-        options = draft if isinstance(draft, DraftOptions) else DraftOptions(draft)
-        runner = DraftedRunner(*attach(steps, params, options, progress), allowed, prefill_chunk)
-    return Kimi(config, placed, tokenizer, runner, encoder, no_vision)
+    return Kimi(config, placed, tokenizer, Runner(steps, params, allowed, prefill_chunk), encoder, no_vision)
 
 
 def _treatment(fp8: str | None, device: Any) -> str:

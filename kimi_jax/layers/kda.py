@@ -9,6 +9,7 @@ from kimi_jax.layers.linear import Linear
 from kimi_jax.layers.param import param
 from kimi_jax.ops.implementation import Implementations
 from kimi_jax.ops.kda import api as kda_op
+from kimi_jax.ops.kda import rollback
 from kimi_jax.ops.linear import api as linear_op
 from kimi_jax.placement.collectives import Parallel
 from kimi_jax.precision import FLOAT32, Precision
@@ -59,12 +60,8 @@ class Kda(nnx.Module):
         self, x: Float[Array, "rows tokens embed"], lengths: Int[Array, " rows"], cache: KdaCache
     ) -> tuple[Float[Array, "rows tokens embed"], KdaCache]:
         """Runs the tokens of each row after what its cache has seen; tokens at ``lengths`` and beyond change nothing."""
-        readers = (self.q_proj, self.k_proj, self.v_proj, self.g_proj, self.f_a_proj, self.b_proj)
-        weights, dtypes = [reader.weight[...] for reader in readers], [x.dtype] * len(readers)
-        q, k, v, gate, latent, b = linear_op.project_many(x, weights, dtypes, self.impls.linear)
-        latent = self.parallel.all_gather(latent, "decay_rank", -1)
         out, windows, state = kda_op.attend(
-            kda_op.Projected(q, k, v, gate, latent, b),
+            self._project(x),
             self._weights(),
             cache.conv,
             cache.state,
@@ -73,6 +70,9 @@ class Kda(nnx.Module):
             eps=self.eps,
             impl=self.impl,
         )
+        y = self.parallel.psum(self.o_proj(out, impl=self.impls.linear), "heads")
+        return y, KdaCache(windows, state)
+
     def verify(
         self, x: Float[Array, "rows tokens embed"], lengths: Int[Array, " rows"], cache: KdaCache
     ) -> tuple[Float[Array, "rows tokens embed"], rollback.Pending]:
@@ -89,9 +89,6 @@ class Kda(nnx.Module):
         q, k, v, gate, latent, b = linear_op.project_many(x, weights, dtypes, self.impls.linear)
         latent = self.parallel.all_gather(latent, "decay_rank", -1)
         return kda_op.Projected(q, k, v, gate, latent, b)
-
-        y = self.parallel.psum(self.o_proj(out, impl=self.impls.linear), "heads")
-        return y, KdaCache(windows, state)
 
     def _weights(self) -> kda_op.Weights:
         return kda_op.Weights(
