@@ -30,9 +30,9 @@ from kimi_jax.placement.mesh import make_mesh
 from kimi_jax.precision import ExpertForm, Precision, choose_precision
 from kimi_jax.problems import ProblemsError, nearest
 from kimi_jax.prompts import Message, Prompt, PromptReader, image_list, image_lists
+from kimi_jax.quant.fp8_policy import form_problems, fp8_policy
 from kimi_jax.testing.shipped import SHIPPED_MODELS, shipped_model
 from kimi_jax.text.stop import StopStrings
-from kimi_jax.quant.fp8_policy import form_problems, fp8_policy
 from kimi_jax.text.tokenizer import Tokenizer
 from kimi_jax.text.vocabulary import TokenizerMissing
 from kimi_jax.vision_steps import VisionSteps
@@ -225,9 +225,9 @@ def load(
     fetch_images: bool = False,
     prefill_chunk: int = 512,
     decode_block: int = 16,
+    fp8: str | None = None,
     progress: Progress = silent,
 ) -> Kimi:
-    fp8: str | None = None,
     """Reads a checkpoint straight into its place on the mesh.
 
     Args:
@@ -245,10 +245,10 @@ def load(
       fetch_images: whether images may be http(s) URLs, which are then asked for over the network.
       prefill_chunk: most prompt tokens of a sequence in one call.
       decode_block: decode steps between two reads by the host.
-      progress: called with each parameter's name and bytes as it lands.
-
       fp8: projections that are re-quantised to FP8 while they are read: ``ptpc``, the published treatment, or groups as ``plan``
         takes them; none where omitted.
+      progress: called with each parameter's name and bytes as it lands.
+
     Raises:
       ConfigError, LayoutError, CheckpointError, TokenizerError, PrecisionError, SettingsError, LoadError: each lists everything
         wrong.
@@ -269,9 +269,9 @@ def load(
     impls = _implementations(impl, platform)
     # kernels read what a GPU holds, wherever they run
     precision = choose_precision(dtype, kv_dtype, "gpu" if impls.kernels else platform, experts)
+    precision = replace(precision, fp8=_treatment(fp8, mesh.devices.flat[0]))
     steps = Steps(config, placed, mesh, precision, capacity, decode_block, impls)
     _refuse_unbuilt(config, placed)
-    precision = replace(precision, fp8=_treatment(fp8, mesh.devices.flat[0]))
     validate(placed, steps.parameters, config.name)
     tokenizer = _tokenizer(folder, config)
     settings, no_vision = picture_settings(folder, config, vision)

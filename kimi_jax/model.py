@@ -13,8 +13,8 @@ from jaxtyping import Array, Float, Int
 from kimi_jax.cache import Cache
 from kimi_jax.config import KimiConfig
 from kimi_jax.layers.decoder import DecoderLayer, Residuals, Row, Tokens, enter
-from kimi_jax.layers.fp8 import hold_in_fp8
 from kimi_jax.layers.image_rows import ImageRows, merge
+from kimi_jax.layers.fp8 import hold_in_fp8
 from kimi_jax.layers.linear import Linear
 from kimi_jax.layers.norm import RmsNorm
 from kimi_jax.layers.param import array_spec, param
@@ -22,12 +22,9 @@ from kimi_jax.ops.implementation import Implementations
 from kimi_jax.placement.axes import ArraySpec
 from kimi_jax.placement.collectives import Parallel
 from kimi_jax.precision import Precision
-
-
 from kimi_jax.quant.fp8_policy import fp8_policy
 
-HeldCache = tuple[LayerCache | Pending, ...]
-"""A cache after a call, which holds records in the place of new recurrent states where that was asked for."""
+
 class Embedding(nnx.Module):
     """Token vectors, split by vocabulary."""
 
@@ -68,9 +65,9 @@ class KimiModel(nnx.Module):
         self.model = Backbone(config, precision, parallel, impls)
         self.lm_head = Linear(config.vocab, config.hidden, ("vocab", "embed"), precision)
         self.impls = impls
+        hold_in_fp8(self, fp8_policy(precision.fp8))
 
     def __call__(
-        hold_in_fp8(self, fp8_policy(precision.fp8))
         self,
         ids: Int[Array, "rows tokens"],
         starts: Int[Array, " rows"],

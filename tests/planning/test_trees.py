@@ -8,7 +8,7 @@ import pytest
 import kimi_jax
 from kimi_jax.config import load_config
 from kimi_jax.draft.config import PUBLISHED, DraftError, published_draft
-from kimi_jax.draft.dspark import draft_parameters
+from kimi_jax.draft.dspark import Dspark, draft_parameters
 from kimi_jax.layers.vision import vision_parameters
 from kimi_jax.planning.ask import text_parameters
 from kimi_jax.planning.parts import category_of, part_of
