@@ -28,9 +28,12 @@ TINY, K3 = catalogue("tiny"), catalogue("k3-tp8")
 
 QUICK = (
     "attn_res.mix_norm/decode-batch",
+    "indexer.scores/verify-long-fp8",
+    "indexer.top_k/decode-batch-long",
     "kda.attend/verify",
     "linear.project_many/kda-verify",
     "mla.attend/verify-long-fp8",
+    "mla.attend_selected/decode-batch-long-fp8",
     "mla.write/decode-batch",
     "moe.experts/verify",
     "moe.route/decode-batch",
@@ -59,7 +62,10 @@ class TestBytes:
             moved += count(inputs.own[0])
         else:
             moved += count(inputs.carried) + count(carried)
-        if shared is not None:
+        if name.startswith("mla.attend_selected/"):  # one byte a channel, or two
+            chosen, row = inputs.own[2], shared.shape[2] * shared.dtype.itemsize
+            moved += min(chosen[0].size, shared.shape[1]) * len(chosen) * row
+        elif shared is not None:
             moved += count(shared) // SIZES["tiny"].experts * len(np.unique(inputs.own[1]))
         assert case.bytes == moved
 
@@ -78,6 +84,11 @@ class TestBytes:
                 "mla.attend/decode-1-long-fp8",
                 131072 * 576 + 12 * 256 * 512 * 2 + 12 * (192 + 128 + 128) * 2 + 4 + 4,
             ),
+            ("indexer.scores/decode-1-long-fp8", 131072 * (128 + 4 + 4) + 32 * (128 * 2 + 4) + 4),
+            (
+                "mla.attend_selected/decode-1-long-fp8",
+                2048 * (576 + 4) + 12 * 256 * 512 * 2 + 12 * (192 + 128 + 128) * 2,
+            ),
             ("sample.greedy/decode-batch", 8 * 20480 * 4 + 20480 + 8 * (4 + 4 + 1)),
         ],
     )
@@ -90,6 +101,7 @@ class TestBytes:
         assert K3["linear.project_many/kda-verify"].flops == 2 * 2 * 7168 * (4 * 1536 + 128 + 12)
         absorbed = 2 * 12 * 131072 * (row + 512) + 2 * 12 * 512 * 256
         assert K3["mla.attend/decode-1-long-bf16"].flops == absorbed
+        assert K3["indexer.scores/decode-1-long-fp8"].flops == 2 * 32 * 128 * 131072
         seen = sum(range(2049, 4097))
         assert K3["mla.attend/prefill-short-bf16"].flops == 2 * 12 * (seen * (192 + 128) + 4096 * 512 * 256)
 

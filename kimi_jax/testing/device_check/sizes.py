@@ -1,4 +1,5 @@
-"""How large the checked cases are: Kimi-K3 on one of eight devices under ``tp8``, or small enough to be interpreted."""
+"""How large the checked cases are: K3.1 Pro (Kimi-K3 and an indexer) on one of eight devices under ``tp8``, or small enough to be
+interpreted."""
 
 from dataclasses import dataclass
 
@@ -20,6 +21,7 @@ class Sizes:
       batch: sequences of the larger decode batch.
       draft: tokens of a sequence that a verification takes.
       chunk: tokens of a prefill call.
+      index_heads, index_dim, index_top_k: of the sparse indexer of K3.1 Pro, whole on each device.
       short, long: cached rows of a sequence, the tokens of the call included.
       activations: dtype of rows and of most weights.
     """
@@ -45,6 +47,9 @@ class Sizes:
     chunk: int
     short: int
     long: int
+    index_heads: int
+    index_dim: int
+    index_top_k: int
     activations: str = "bfloat16"
 
     @property
@@ -85,6 +90,9 @@ K3_TP8 = Sizes(
     chunk=2048,
     short=4096,
     long=131072,
+    index_heads=32,
+    index_dim=128,
+    index_top_k=2048,
 )
 """96 heads, the experts' width of 3,072 and 163,840 ids over eight devices; the rest is whole on each."""
 
@@ -110,6 +118,9 @@ TINY = Sizes(
     chunk=66,
     short=100,
     long=300,
+    index_heads=2,
+    index_dim=32,
+    index_top_k=20,
     activations="float32",
 )
 """Sizes that fill no tile; the chunk is just long enough for the kernels of long inputs. A CPU does not multiply bfloat16."""
