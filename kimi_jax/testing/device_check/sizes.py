@@ -1,5 +1,4 @@
-"""How large the checked cases are: K3.1 Pro (Kimi-K3 and an indexer) on one of eight devices under ``tp8``, or small enough to be
-interpreted."""
+"""How large the checked cases are: K3.1 Pro on one of eight devices under ``tp8``, or small enough to be interpreted."""
 
 from dataclasses import dataclass
 
