@@ -44,6 +44,14 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "--kv-dtype", "--kv-cache-dtype", dest="kv_dtype", help="latent rows: fp8 (default here), bfloat16, float32"
     )
     parser.add_argument("--experts", default=None, help="packed or codes (default: as load would on the target)")
+    parser.add_argument(
+        "--fp8",
+        nargs="?",
+        const="ptpc",
+        default="none",
+        metavar="GROUPS",
+        help="projections in FP8: none (default), ptpc (also without a value), or groups such as ptpc+latent+router+head",
+    )
     parser.add_argument("--random", action="store_true", help="the program that may draw with a temperature")
     parser.add_argument(
         "--impl", default=None, help="what every op runs: reference or pallas (default: as the target would run)"
@@ -107,5 +115,5 @@ def _asked(args: argparse.Namespace, layout: "str | Layout") -> tuple[Any, ...]:
 
 
 def _options(args: argparse.Namespace) -> dict[str, Any]:
-    names = ("dtype", "kv_dtype", "experts", "random", "impl")
+    names = ("dtype", "kv_dtype", "experts", "fp8", "random", "impl")
     return {"tokens": args.prefill_chunk, **{name: getattr(args, name) for name in names}}

@@ -54,6 +54,14 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         help="packed (checkpoint bytes) or codes (twice the memory, faster on CPU; the default there)",
     )
     parser.add_argument(
+        "--fp8",
+        nargs="?",
+        const="ptpc",
+        default="none",
+        metavar="GROUPS",
+        help="projections in FP8: none (default), ptpc (also without a value), or groups such as ptpc+latent+router+head",
+    )
+    parser.add_argument(
         "--impl", choices=IMPLS, default=None, help="what every op runs (default: kernels on a GPU, XLA elsewhere)"
     )
     parser.add_argument("--prefill-chunk", type=int, default=512, help="most prompt tokens in one call")
@@ -113,6 +121,7 @@ def load_model(args: argparse.Namespace) -> "Kimi":
         "draft": args.draft,
         "max_seq_len": args.max_seq_len,
         "experts": args.experts,
+        "fp8": args.fp8,
         "impl": args.impl,
         "vision": None if args.vision else False,
         "fetch_images": args.fetch_images,

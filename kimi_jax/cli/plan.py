@@ -47,8 +47,11 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser.add_argument("--experts", default=None, help="packed or codes (default: as load would on the device)")
     parser.add_argument(
         "--fp8",
+        nargs="?",
+        const="ptpc",
         default="none",
-        help="projections in FP8: none (default), ptpc, or groups such as ptpc+latent+router+head",
+        metavar="GROUPS",
+        help="projections in FP8: none (default), ptpc (also without a value), or groups such as ptpc+latent+router+head",
     )
     parser.add_argument(
         "--vision", default="off", help="off (default), replicated, or split over the devices that share the heads"

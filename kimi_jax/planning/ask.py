@@ -85,6 +85,11 @@ class Ask:
         return loaded
 
     @property
+    def running(self) -> Precision:
+        """The dtypes of the steps that run it."""
+        return replace(self.precision, fp8=self.fp8.name)
+
+    @property
     def cache(self) -> Cache:
         """The text model's cache."""
         return describe(self.config, self.rows, self.length, self.precision)

@@ -119,6 +119,7 @@ def compile_step(
     dtype: str = "bfloat16",
     kv_dtype: str | None = None,
     experts: ExpertForm | None = None,
+    fp8: str = "none",
     random: bool = False,
     impl: Impl | None = None,
     budget: str | Path | None = None,
@@ -133,7 +134,7 @@ def compile_step(
       context: tokens that each sequence can hold; the model's limit where omitted.
       batch: sequences of the call, over the whole mesh.
       tokens: new tokens of each row in a prefill chunk.
-      dtype, kv_dtype, experts: as for ``plan``.
+      dtype, kv_dtype, experts, fp8: as for ``plan``.
       random: whether rows may draw with a temperature.
       impl: what every op runs: ``reference`` (XLA) or ``pallas``; where omitted, what the target would run.
       budget: shipped name or file of the budget that the step is held against.
@@ -145,7 +146,7 @@ def compile_step(
     """
     allowed = None if budget is None else load_budget(budget)
     planned = plan(
-        config_or_name, layout, target, context, batch, dtype=dtype, kv_dtype=kv_dtype, experts=experts,
+        config_or_name, layout, target, context, batch, dtype=dtype, kv_dtype=kv_dtype, experts=experts, fp8=fp8,
         prefill_chunk=tokens,
     )  # fmt: skip
     ask = planned.ask
@@ -153,7 +154,7 @@ def compile_step(
     compiles_only = ask.device.platform != "cpu"
     devices = compile_only_devices(ask.device, ask.placed.devices) if compiles_only else jax.devices("cpu")
     impls = None if impl is None else Implementations.all(impl)
-    steps = Steps(ask.config, ask.placed, make_mesh(ask.placed, devices), ask.precision, ask.length, impls=impls)
+    steps = Steps(ask.config, ask.placed, make_mesh(ask.placed, devices), ask.running, ask.length, impls=impls)
     chunk = ask.chunk if phase == "prefill" else 1
     with tempfile.TemporaryDirectory(prefix="kimi-jax-compile-") as folder:
         earlier = _kernel_files()

@@ -111,13 +111,14 @@ def lower_step(
     dtype: str = "bfloat16",
     kv_dtype: str | None = None,
     experts: ExpertForm | None = None,
+    fp8: str = "none",
     random: bool = False,
     impl: Impl | None = None,
 ) -> Lowered:
     """Lowers a step of a model at full size for a target; needs no plugin, no wheel and no devices.
 
     Args:
-      config_or_name, layout, phase, context, batch, tokens, dtype, kv_dtype, experts, random, impl: as ``compile_step``.
+      config_or_name, layout, phase, context, batch, tokens, dtype, kv_dtype, experts, fp8, random, impl: as ``compile_step``.
       target: a ROCm device; its file need not have a [compiler] table.
 
     Raises:
@@ -126,7 +127,7 @@ def lower_step(
       CompileError: an unknown phase or implementation.
     """
     planned = plan(
-        config_or_name, layout, target, context, batch, dtype=dtype, kv_dtype=kv_dtype, experts=experts,
+        config_or_name, layout, target, context, batch, dtype=dtype, kv_dtype=kv_dtype, experts=experts, fp8=fp8,
         prefill_chunk=tokens,
     )  # fmt: skip
     ask = planned.ask
@@ -139,7 +140,7 @@ def lower_step(
         )
     impls = None if impl is None else Implementations.all(impl)
     mesh = abstract_mesh(ask.placed, ask.device)
-    steps = Steps(ask.config, ask.placed, mesh, ask.precision, ask.length, impls=impls)
+    steps = Steps(ask.config, ask.placed, mesh, ask.running, ask.length, impls=impls)
     chunk = ask.chunk if phase == "prefill" else 1
     began = time.perf_counter()
     lowered = trace_step(steps, phase, ask.rows, chunk, random).lower(lowering_platforms=(PLATFORM,))
