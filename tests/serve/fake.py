@@ -21,6 +21,7 @@ class FakeEngine:
       answer: ids of every answer, or a function of the request; after them come zeros until max_tokens.
       seen: all requests submitted.
       cancelled: numbers that were cancelled while they ran or waited.
+      embed: width of image rows; None refuses images.
       hold: while set, turns draw nothing.
       fail: an exception for the next turn to raise.
       pause: seconds that a turn takes.
@@ -33,6 +34,7 @@ class FakeEngine:
         self.vocab, self.answer, self.slots, self.queue, self.block, self.capacity = (
             vocab, answer, slots, queue, block, capacity,
         )  # fmt: skip
+        self.embed: int | None = None
         self.seen: list[Request] = []
         self.cancelled: list[int] = []
         self.ended: list[int] = []
@@ -64,7 +66,7 @@ class FakeEngine:
 
     def submit(self, request: Request) -> int:
         self._same_thread()
-        check(request, self.vocab, self.capacity)
+        check(request, self.vocab, self.capacity, self.embed)
         if len(self._waiting) >= self.queue:
             raise EngineFull(len(self._waiting), 2.5)
         self.seen.append(request)
