@@ -67,6 +67,11 @@ class Parallel:
         sizes = dict(self.mesh)
         return math.prod(sizes[mesh_axis] for mesh_axis in self.mesh_axes(*names))
 
+    def common(self, name: str, other: str) -> int:
+        """How many of the devices that share one named axis hold different shares of the other."""
+        sizes = dict(self.mesh)
+        return math.prod(sizes[mesh_axis] for mesh_axis in self._both(name, other))
+
     def index(self, name: str) -> int | Array:
         """Which share of the named axis this device holds, in the order of a PartitionSpec; 0 when it is whole."""
         mesh_axes = self.mesh_axes(name)

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 
 from kimi_jax.config import KimiConfig
+from kimi_jax.ops.context.rows import BLOCK as ROWS
+from kimi_jax.ops.mla.api import DIRECT_FROM
 from kimi_jax.placement.collectives import Parallel
 from kimi_jax.placement.roofline import Collective, CollectiveKind
 from kimi_jax.precision import FLOAT32, Precision
@@ -43,7 +45,7 @@ def collectives(config: KimiConfig, parallel: Parallel, precision: Precision, lo
         _one(parallel, "query latent", "all-gather", mla, local.new * config.mla.q_rank * item, "q_lora"),
         _one(parallel, "dense MLP", "all-reduce", config.dense_layers, hidden, "ffn"),
         *_experts(config, parallel, local.new, item),
-        *_split_sequence(config, parallel, local.new, item),
+        *_split_sequence(config, parallel, precision, local),
         _one(parallel, "drawn ids", "all-gather", 1, local.rows * SAMPLE_NUMBERS * 4 * parallel.size("vocab"), "vocab"),
         _one(parallel, "rows still running", "all-reduce", 1, 4, "batch"),
     ]
@@ -97,19 +99,34 @@ def _sums(
     return [_one(parallel, name, "all-reduce", count, size, *axes) for name, size, axes in (first, second)]
 
 
-def _split_sequence(config: KimiConfig, parallel: Parallel, new: float, item: int) -> list[Collective]:
-    """Decode context parallelism (K3.1 Pro notes, section 8.3): gathered queries, merged outputs, chosen keys."""
-    if parallel.size("sequence") == 1:
+def _split_sequence(config: KimiConfig, parallel: Parallel, precision: Precision, local: Local) -> list[Collective]:
+    """Decode context parallelism (ops/context): gathered queries and joined outputs, or gathered rows; chosen keys."""
+    shares = parallel.size("sequence")
+    if shares == 1:
         return []
-    mla, layers, shares = config.mla, len(config.layers_of("mla")), parallel.size("sequence")
-    found: list[tuple[str, CollectiveKind, float]] = [
-        ("queries", "all-gather", new * mla.heads * mla.row_dim * item),
-        ("softmax sums", "all-gather", new * mla.heads * FLOAT32.itemsize * shares),
-        ("latent outputs", "reduce-scatter", new * mla.heads * mla.kv_rank * FLOAT32.itemsize),
-    ]
+    mla, layers, new = config.mla, len(config.layers_of("mla")), local.new
+    found: list[Collective] = []
     if config.indexer is not None:
-        found.append(("chosen keys", "all-gather", new * config.indexer.top_k * 2 * FLOAT32.itemsize * shares))
-    return [_one(parallel, part, kind, layers, size, "sequence") for part, kind, size in found]
+        size = new * config.indexer.top_k * 2 * FLOAT32.itemsize * shares
+        found.append(Collective("chosen keys", "all-gather", layers, size, shares))
+    if local.tokens >= DIRECT_FROM:
+        length = local.context + local.tokens
+        blocks = -(-length // ROWS)
+        size = local.rows * length * mla.row_dim * precision.latent.itemsize / blocks
+        return [*found, Collective("cached rows", "all-gather", layers * blocks, size, shares)]
+    # of the devices that share a sequence, those that hold other heads
+    others = parallel.common("sequence", "heads")
+    heads = mla.heads * others / parallel.size("heads")
+    queries, sums = new * heads * mla.row_dim * precision.activation.itemsize, new * heads * FLOAT32.itemsize
+    found += [
+        Collective("queries", "all-gather", layers, queries, others),
+        Collective("softmax sums", "all-gather", layers, sums * shares, shares),
+        Collective("latent outputs", "reduce-scatter", layers, sums * mla.kv_rank, others),
+    ]
+    if others < shares:
+        size = sums * mla.kv_rank / others
+        found.append(Collective("latent outputs of equal heads", "all-reduce", layers, size, shares // others))
+    return found
 
 
 def _one(parallel: Parallel, part: str, kind: CollectiveKind, count: int, size: float, *names: str) -> Collective:

@@ -61,15 +61,13 @@ def _placement(ask: Ask) -> Iterator[str]:
     if ask.rows != ask.batch:
         yield f"{ask.batch} sequences are planned as {ask.rows}: {layout.name} holds equal shares on its replicas"
     if ask.length != ask.context:
-        yield f"{ask.context:,} tokens are planned as {ask.length:,}: {layout.name} splits a sequence into equal shares"
+        yield f"{ask.context:,} tokens are planned as {ask.length:,}: {layout.name} deals a sequence to its devices in whole turns"
     if node is not None and layout.devices > node:
         yield f"{layout.devices} devices are more than the {node} of one node: links between nodes are not modelled"
     if ask.vision == "split" and layout.parts("heads") > 1:
         whole = [axis for axis in ("vision_heads", "vision_ffn") if ask.placed.parts(axis) == 1]
         if whole:
             yield f"{' and '.join(whole)} do not divide by {layout.parts('heads')} and stay whole"
-    if layout.parts("sequence") > 1:
-        yield "a split sequence adds the collectives of decode context parallelism; prefill gathers are not modelled"
 
 
 def _unknown(ask: Ask, calls: Sequence[Call]) -> Iterator[str]:

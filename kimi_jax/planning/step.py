@@ -175,12 +175,24 @@ def _cached(config: KimiConfig, layout: Layout, cache: Cache, local: Local) -> l
                 parts.append(Work(part, 2 * local.rows * _per_row(spec, layout)))
             continue
         assert isinstance(entry, MlaCache)
-        parts.append(Work("latent", local.rows * (read + local.tokens) * _per_token(entry.latent, layout)))
+        parts.append(Work("latent", local.rows * _latent_bytes(entry.latent, layout, local, read)))
         if entry.index:
             keys = [spec for spec in (entry.index.keys, entry.index.scales) if spec]
             held = math.fsum(_per_token(spec, layout) for spec in keys)
             parts.append(Work("index_keys", local.rows * (after + local.tokens) * held))
     return parts
+
+
+def _latent_bytes(spec: ArraySpec, layout: Layout, local: Local, read: int) -> float:
+    """Bytes of one sequence's latent rows: ``read`` ones read, new ones written.
+
+    A long call of a cut sequence gathers the rows first: each device sends its share, and writes and reads the whole.
+    """
+    held, parts = _per_token(spec, layout), layout.parts("sequence")
+    if parts == 1 or local.tokens < DIRECT_FROM:
+        return (read + local.tokens) * held
+    after = local.context + local.tokens
+    return (after + local.tokens) * held + (after + read) * held * parts
 
 
 def _per_row(spec: ArraySpec, layout: Layout) -> float:

@@ -1,6 +1,7 @@
 """Bounds of one step: the published check figures, the collectives of the traced step, and experts of a batch."""
 
 from collections import Counter
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 
 import kimi_jax
-from kimi_jax.config import load_config, parse
+from kimi_jax.config import KimiConfig, load_config, parse
 from kimi_jax.loop import Limits, Rows, Steps
 from kimi_jax.ops.sample.api import Sampling
 from kimi_jax.placement.axes import ArraySpec
@@ -22,6 +23,7 @@ from kimi_jax.precision import Precision
 from kimi_jax.testing.configs import config_json
 
 TINY = parse(config_json(), "tiny")
+PRO = load_config(Path(__file__).parents[1] / "fixtures" / "k31-tiny" / "config.json")
 EVERY_GROUP = "ptpc+latent+router+head"
 
 
@@ -77,23 +79,24 @@ def test_the_lean_layout_pays_in_collectives(published):
     assert crowded == trade
 
 
-def _traced(layout: Layout, rows: int):
+def _traced(config: KimiConfig, layout: Layout, rows: int):
     """Collectives of one decode step as JAX traces it: (kind, payload bytes) -> count, without compiling."""
-    steps = Steps(TINY, layout, make_mesh(layout), Precision(), 64)
+    steps = Steps(config, layout, make_mesh(layout), Precision(), 64)
     like = lambda spec: jax.ShapeDtypeStruct(layout.placed_shape(spec), spec.dtype)  # noqa: E731
     is_spec = lambda value: isinstance(value, ArraySpec)  # noqa: E731
     params = {name: like(spec) for name, spec in steps.parameters.items()}
     cache = jax.tree.map(like, steps.describe_cache(rows), is_leaf=is_spec)
     row = lambda dtype: jax.ShapeDtypeStruct((rows,), dtype)  # noqa: E731
     ids, sampling = row(jnp.int32), Sampling(row(jnp.float32), row(jnp.float32), row(jnp.int32), row(jnp.uint32))
-    limits = Limits(jax.ShapeDtypeStruct((TINY.vocab,), bool), jax.ShapeDtypeStruct((rows, 8), jnp.int32))
+    limits = Limits(jax.ShapeDtypeStruct((config.vocab,), bool), jax.ShapeDtypeStruct((rows, 8), jnp.int32))
     count = jax.ShapeDtypeStruct((), jnp.int32)
     traced = steps.decode(random=False).trace(params, cache, Rows(*[ids] * 4), sampling, limits, count)
     found = Counter()
     for equation in _equations(traced.jaxpr.jaxpr, inside=False):
-        gathers = equation.primitive.name.startswith("all_gather")
-        value = (equation.outvars if gathers else equation.invars)[0].aval
-        found["all-gather" if gathers else "all-reduce", value.size * np.dtype(value.dtype).itemsize] += 1
+        named = {"all_gather": "all-gather", "reduce_scatter": "reduce-scatter", "psum": "all-reduce"}
+        (kind,) = (kind for name, kind in named.items() if equation.primitive.name.startswith(name))
+        value = (equation.outvars if kind == "all-gather" else equation.invars)[0].aval
+        found[kind, value.size * np.dtype(value.dtype).itemsize] += 1
     return found
 
 
@@ -108,14 +111,25 @@ def _equations(jaxpr, inside):
                     yield from _equations(inner, inside or (equation.primitive.name, key) == ("while", "body_jaxpr"))
 
 
-@pytest.mark.parametrize("name", ["tp8", "tp8-lean", "tp4-ep2", "dp2-tp4"])
-def test_the_planned_collectives_are_those_of_the_traced_step(name):
+CUT = dict.fromkeys(("heads", "ffn", "expert_ffn", "vocab"), ("a", "b"))
+PARTLY = Layout("partly", mesh={"a": 4, "b": 2}, axes=CUT, cache={"sequence": "b"})
+APART = Layout("apart", mesh={"a": 4, "b": 2}, axes=dict.fromkeys(CUT, "a"), cache={"sequence": ("b", "a")})
+
+
+@pytest.mark.parametrize(
+    ("config", "name"),
+    [
+        *((TINY, name) for name in ("tp8", "tp8-lean", "tp4-ep2", "dp2-tp4", "tp8-dcp8", APART)),
+        *((PRO, name) for name in ("tp8-dcp8", PARTLY)),
+    ],
+)
+def test_the_planned_collectives_are_those_of_the_traced_step(config, name):
     # Red when a layer gains or loses a collective, or its payload changes, and the plan does not.
     layout, rows = load_layout(name), 4
     parallel = Parallel.of(layout)
-    planned = collectives(TINY, parallel, Precision(), Local(rows / parallel.size("batch"), 1, 0))
-    traced = _traced(layout, rows)
-    for kind in ("all-reduce", "all-gather"):
+    planned = collectives(config, parallel, Precision(), Local(rows / parallel.size("batch"), 1, 0))
+    traced = _traced(config, layout, rows)
+    for kind in ("all-reduce", "all-gather", "reduce-scatter"):
         mine = [each for each in planned if each.kind == kind]
         theirs = {size: count for (found, size), count in traced.items() if found == kind}
         assert sum(each.count for each in mine) == sum(theirs.values())
