@@ -33,6 +33,7 @@ SPARE = VOCAB - 16
 """First of the ids whose embeddings the oracle holds image rows in; no prompt here has them."""
 
 IDS = [30, *[PLACEHOLDER] * 4, 31, 32, *[PLACEHOLDER] * 12, 33]
+BATCH, SHOWN = [list(range(40, 60)), IDS], [[], [SMALL, LARGE]]
 ASK = {"max_tokens": 6, "thinking": False, "ignore_eos": True}
 
 
@@ -76,7 +77,7 @@ def chunked(kimi: Kimi, chunk: int) -> Kimi:
     )
 
 
-@pytest.mark.parametrize("chunk", [16, 5])
+@pytest.mark.parametrize("chunk", [16, 4])
 def test_scores_are_those_of_rows_put_there_by_hand(chunk):
     # red when rows are of another picture, shift at the border of a chunk, or are lost in one that is all image
     found = chunked(joined(), chunk).logits(IDS, images=[SMALL, LARGE])
@@ -87,12 +88,14 @@ def test_scores_are_those_of_rows_put_there_by_hand(chunk):
 @pytest.mark.parametrize("layout", ["tp8", "dp2-tp4"])
 def test_layouts(layout):
     # red when devices deal pictures and give them back in another order, or a device adds its copy of the rows
-    kimi = joined(layout=layout)
-    np.testing.assert_allclose(kimi.logits(IDS, images=[SMALL, LARGE]), oracle(), rtol=0, atol=TOLERANCE)
-    prompts = ["What is it?", "And this?"]
-    shown = [[LARGE], []]
-    cut = kimi.generate_batch(prompts, images=shown, **ASK)
-    one = joined().generate_batch(prompts, images=shown, **ASK)
+    found = joined(layout=layout).logits(IDS, images=[SMALL, LARGE])
+    np.testing.assert_allclose(found, oracle(), rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.slow
+def test_company_on_other_devices():
+    # red when the rows of a picture go to the wrong group of devices
+    cut, one = (joined(layout=name).generate_batch(BATCH, images=SHOWN, **ASK) for name in ("dp2-tp4", "single"))
     assert [answer.token_ids for answer in cut] == [answer.token_ids for answer in one]
 
 
@@ -141,12 +144,12 @@ def test_text_steals_no_picture():
     assert kimi.prompts.read(stolen, (), thinking=False).places == ()
 
 
+@pytest.mark.slow
 def test_company_changes_nothing():
     # red when rows of a picture go to another row of the batch, or text beside pictures is not what it is alone
-    kimi, text = joined(), list(range(40, 60))
-    prompts, shown = [text, IDS], [[], [SMALL, LARGE]]
-    together = kimi.generate_batch(prompts, images=shown, **ASK)
-    alone = [kimi.generate(prompt, images=images, **ASK) for prompt, images in zip(prompts, shown, strict=True)]
+    kimi = joined()
+    together = kimi.generate_batch(BATCH, images=SHOWN, **ASK)
+    alone = [kimi.generate(prompt, images=images, **ASK) for prompt, images in zip(BATCH, SHOWN, strict=True)]
     assert [answer.token_ids for answer in together] == [answer.token_ids for answer in alone]
     pieces = list(kimi.stream(IDS, images=[SMALL, LARGE], **ASK))
     assert tuple(token for piece in pieces for token in piece.token_ids) == alone[1].token_ids
@@ -182,7 +185,7 @@ class TestRefusals:
              r"messages\[0\].content\[0\]: its URL begins '/etc/passwd'"),
             ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": 5}}]}], [], ChatError, "whose URL is 5"),
             ("x", 5, PromptError, "images is of type int"),
-            ("x" * CAPACITY, [LARGE], RequestError, "a sequence holds 160"),
+            ("x" * CAPACITY, [LARGE], RequestError, "a sequence holds 128"),
         ],
     )  # fmt: skip
     def test_what_does_not_fit(self, prompt, images, error, said):

@@ -13,7 +13,7 @@ from kimi_jax.testing.checkpoints import write_random_checkpoint
 from kimi_jax.testing.configs import config_json, with_vision
 from tests.parity.quick import SIZES
 
-CAPACITY = 160
+CAPACITY = 128
 VOCAB = SIZES["vocab_size"]
 
 

@@ -52,16 +52,16 @@ def part(start: int, count: int, rows: Sequence[np.ndarray] = ROWS) -> Any:
     return found and (np.where(found[1][:, None], found[0], np.nan).astype(np.float32), found[1])
 
 
-def run(layout: str, lengths: Sequence[int], width: int) -> np.ndarray:
-    """Scores of the prompt in chunks of some lengths, in the last of two rows; a text of its own goes through the other."""
+def run(layout: str, lengths: Sequence[int], rows: Sequence[np.ndarray] = ROWS) -> np.ndarray:
+    """Scores of the prompt in chunks of some lengths, in the last of two rows; the text without images runs in the other."""
     kimi = joined(layout=layout)
     steps, cache = kimi.runner.steps, kimi.runner.steps.new_cache(2)
     at, found = 0, []
     for length in lengths:
-        grid = np.full((2, width), GARBAGE, np.int32)
+        grid = np.full((2, 16), GARBAGE, np.int32)
         grid[0, :length], grid[1, :length] = told()[at : at + length], PROMPT[at : at + length]
         given = [grid, np.full(2, at, np.int32), np.full(2, length, np.int32)]
-        images = call_rows([None, part(at, length)], width)
+        images = call_rows([None, part(at, length, rows)], 16)
         if images is None:
             out, cache = steps.score(kimi.runner.params, cache, *given)
         else:
@@ -72,32 +72,18 @@ def run(layout: str, lengths: Sequence[int], width: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    "layout, lengths, width",
-    [
-        ("single", [13], 16),
-        ("single", [1] * 13, 1),
-        ("single", [4, 1, 5, 3], 5),
-        ("tp8", [4, 9], 16),
-        ("dp2-tp4", [4, 9], 16),
-    ],
+    "layout, lengths",
+    [("single", [13]), ("single", [1] * 13), ("single", [4, 1, 5, 3]), ("tp8", [4, 9]), ("dp2-tp4", [4, 9])],
 )
-def test_scores_are_those_of_a_model_that_holds_the_rows(layout, lengths, width):
+def test_scores_are_those_of_a_model_that_holds_the_rows(layout, lengths):
     # red when rows go to other positions or sequences, are summed over the devices that cut the vocabulary, or scaled
-    np.testing.assert_allclose(run(layout, lengths, width), oracle(), rtol=0, atol=TOLERANCE)
+    np.testing.assert_allclose(run(layout, lengths), oracle(), rtol=0, atol=TOLERANCE)
 
 
 def test_the_order_of_images_matters():
     # red when rows are sorted, or pooled, on the way
-    kimi = joined()
     swapped = np.concatenate(ROWS)[::-1]
-    images = call_rows([part(0, 13, [swapped[:5], swapped[5:]])], 16)
-    assert images is not None
-    grid = np.zeros((1, 16), np.int32)
-    grid[0, :13] = PROMPT
-    new = np.full(1, 13, np.int32)
-    cache = kimi.runner.steps.new_cache(1)
-    out, _ = kimi.runner.steps.score_images(kimi.runner.params, cache, grid, 0 * new, new, ImageRows(*images))
-    assert np.abs(np.asarray(out)[0, 2:13] - oracle()[2:]).max() > 0.1
+    assert np.abs(run("single", [13], [swapped[:5], swapped[5:]])[2:] - oracle()[2:]).max() > 0.1
 
 
 def log_softmax(rows: np.ndarray) -> np.ndarray:
@@ -105,6 +91,7 @@ def log_softmax(rows: np.ndarray) -> np.ndarray:
     return rows - np.log(np.exp(rows).sum(-1, keepdims=True))
 
 
+@pytest.mark.slow
 def test_slots():
     # red when the program over slots gives rows to another slot of the call, or text beside pictures changes
     rows = Pool(joined(), top=VOCAB, page=8, pages=24)
