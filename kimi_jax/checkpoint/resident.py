@@ -70,21 +70,22 @@ class Requantiser:
         try:
             # two programs: in one, a CPU would write the whole weight out as float32 between them
             scales = _compiled(fp8.row_scales, placed[1])(array)
-            self._check(name, scales)
+            _check(name, scales)
             codes = jax.block_until_ready(_compiled(fp8.to_codes, placed[0])(array, scales))
         finally:
             array.delete()
         return {name: codes, scale_name: scales}
 
-    @staticmethod
-    def _check(name: str, scales: jax.Array) -> None:
-        bad = np.flatnonzero(~np.isfinite(np.asarray(scales)))
-        if bad.size:
-            raise CheckpointError(
-                f"{name} cannot be held in FP8",
-                limited([f"row {row} holds NaN or infinity" for row in bad]),
-                "A released checkpoint holds none: fetch the file again.",
-            )
+
+def _check(name: str, scales: jax.Array) -> None:
+    bad = np.flatnonzero(~np.isfinite(np.asarray(scales)))
+    if bad.size:
+        scales.delete()  # or the traceback of the error would keep it
+        raise CheckpointError(
+            f"{name} cannot be held in FP8",
+            limited([f"row {row} holds NaN or infinity" for row in bad]),
+            "A released checkpoint holds none: fetch the file again.",
+        )
 
 
 @lru_cache(maxsize=64)
