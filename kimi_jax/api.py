@@ -15,6 +15,8 @@ from kimi_jax.checkpoint.load import Progress, silent
 from kimi_jax.checkpoint.resident import Requantiser, unpack_experts
 from kimi_jax.completion import AnswerBuilder, Completion, Piece, Reading
 from kimi_jax.config import SHIPPED, KimiConfig, load_config
+from kimi_jax.draft.attach import DraftOptions, attach, read_draft
+from kimi_jax.engine.drafted import DraftedRunner
 from kimi_jax.engine.request import Request, check, check_ids
 from kimi_jax.engine.runner import Runner
 from kimi_jax.image_encoder import ImageEncoder, picture_settings
@@ -235,7 +237,7 @@ def load(
       layout: shipped name, layout file or Layout.
       dtype: ``bfloat16``, or ``float32`` for the exact mode.
       kv_dtype: dtype of latent-attention rows: ``bfloat16``, ``float32`` or ``fp8``; ``dtype`` where omitted.
-      draft: not built yet.
+      draft: folder of a DSpark draft trained for this model, or :class:`DraftOptions`: several tokens a step, the same answers.
       max_seq_len: tokens a sequence can hold, prompt and answer; the model's limit or 8192, whichever is smaller, where omitted.
       experts: how routed experts are kept: ``packed`` or ``codes`` (see ``Precision``); by platform where omitted.
       impl: what every op runs: ``reference``, ``pallas``, or ``interpret`` (kernels step by step, for tests); by platform
@@ -257,8 +259,8 @@ def load(
         raise LoadError(
             "This model cannot be found", [f"{path_or_name!r} is no folder; give its path or a shipped name"]
         )
-    if draft is not None:
-        raise LoadError("A draft cannot be used", ["speculative decoding is not built yet; load without draft"])
+    if draft is not None and not isinstance(draft, str | Path | DraftOptions):
+        raise LoadError("This draft cannot be found", [f"{draft!r} is no folder; give its path or DraftOptions"])
     folder = _model_folder(path_or_name)
     config = load_config(folder)
     placed = load_layout(layout)
@@ -273,6 +275,9 @@ def load(
     steps = Steps(config, placed, mesh, precision, capacity, decode_block, impls)
     _refuse_unbuilt(config, placed)
     validate(placed, steps.parameters, config.name)
+    drafting = DraftOptions(draft) if isinstance(draft, str | Path) else draft
+    if drafting is not None:
+        read_draft(steps, drafting)  # before the target's weights are
     tokenizer = _tokenizer(folder, config)
     settings, no_vision = picture_settings(folder, config, vision)
     tower = VisionSteps(config.vision, placed, mesh, precision) if settings and config.vision else None
@@ -285,7 +290,10 @@ def load(
     allowed = np.ones(config.vocab, bool)
     if tokenizer is not None:
         allowed[[number for number in tokenizer.banned_ids if number < config.vocab]] = False
-    return Kimi(config, placed, tokenizer, Runner(steps, params, allowed, prefill_chunk), encoder, no_vision)
+    runner = Runner(steps, params, allowed, prefill_chunk)
+    if drafting is not None:
+        runner = DraftedRunner(*attach(steps, params, drafting, progress), allowed, prefill_chunk)
+    return Kimi(config, placed, tokenizer, runner, encoder, no_vision)
 
 
 def _treatment(fp8: str | None, device: Any) -> str:

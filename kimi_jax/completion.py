@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kimi_jax.engine.request import Event
+from kimi_jax.engine.request import DraftCounts, Event
 from kimi_jax.text.detokenize import Detokenizer
 from kimi_jax.text.markup import SEALED, SPELLED
 from kimi_jax.text.parse import Reply, ToolCall, parse
@@ -14,12 +14,40 @@ from kimi_jax.text.usage import count_reasoning_tokens
 
 
 @dataclass(frozen=True)
+class DraftUsage:
+    """What a draft model did for one completion.
+
+    Attributes:
+      steps: passes of the target after the prompt.
+      drafted: drafts that it looked at.
+      accepted: those that are part of the completion.
+      mean_length: tokens per step, the target's own included.
+      by_position: share of the steps that kept the draft at each place of the block.
+    """
+
+    steps: int
+    drafted: int
+    accepted: int
+    mean_length: float
+    by_position: tuple[float, ...]
+
+    @classmethod
+    def of(cls, counts: DraftCounts) -> "DraftUsage":
+        """The figures of some counts; all 0 where no step was taken."""
+        stayed = counts.stayed
+        steps, accepted = sum(stayed), sum(number * steps for number, steps in enumerate(stayed))
+        kept = tuple(round(sum(stayed[place:]) / max(steps, 1), 4) for place in range(1, len(stayed)))
+        return cls(steps, counts.verified, accepted, round(1 + accepted / steps, 4) if steps else 0.0, kept)
+
+
+@dataclass(frozen=True)
 class Usage:
-    """Tokens of one completion."""
+    """Tokens of one completion; ``drafts`` where the model has a draft."""
 
     prompt_tokens: int
     completion_tokens: int
     reasoning_tokens: int = 0
+    drafts: DraftUsage | None = None
 
     @property
     def total_tokens(self) -> int:
@@ -94,6 +122,7 @@ class AnswerBuilder:
         self._text: list[str] = []
         self._finish: str | None = None
         self._called = False
+        self._drafts: DraftCounts | None = None
         self._thoughts, self._answer = StopStrings(reading.stop), StopStrings(reading.stop)
         markup = SEALED if reading.chat else SPELLED
         self._detokenizer = (
@@ -117,6 +146,7 @@ class AnswerBuilder:
         if self.finished:
             return Piece()
         text, last = "", event.finish is not None
+        self._drafts = event.drafts or self._drafts
         if event.token is not None:
             self._ids.append(event.token)
             self._logprobs.append(event.logprob)
@@ -170,7 +200,7 @@ class AnswerBuilder:
             reasoning=reply.reasoning,
             tool_calls=reply.tool_calls,
             logprobs=tuple(self._logprobs) if logprobs else None,
-            usage=Usage(self._prompt_tokens, len(self._ids), thoughts),
+            usage=Usage(self._prompt_tokens, len(self._ids), thoughts, self._drafts and DraftUsage.of(self._drafts)),
         )
 
 

@@ -4,25 +4,30 @@ One forward serves prefill, decode and verification; only the number of tokens d
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from kimi_jax.cache import Cache
+from kimi_jax.cache import Cache, LayerCache
 from kimi_jax.config import KimiConfig
 from kimi_jax.layers.decoder import DecoderLayer, Residuals, Row, Tokens, enter
-from kimi_jax.layers.image_rows import ImageRows, merge
 from kimi_jax.layers.fp8 import hold_in_fp8
+from kimi_jax.layers.image_rows import ImageRows, merge
 from kimi_jax.layers.linear import Linear
 from kimi_jax.layers.norm import RmsNorm
 from kimi_jax.layers.param import array_spec, param
+from kimi_jax.layers.taps import Taps, tap
 from kimi_jax.ops.implementation import Implementations
+from kimi_jax.ops.kda.rollback import Pending
 from kimi_jax.placement.axes import ArraySpec
 from kimi_jax.placement.collectives import Parallel
 from kimi_jax.precision import Precision
 from kimi_jax.quant.fp8_policy import fp8_policy
+
+HeldCache = tuple[LayerCache | Pending, ...]
+"""A cache after a call, which holds records in the place of new recurrent states where that was asked for."""
 
 
 class Embedding(nnx.Module):
@@ -89,21 +94,68 @@ class KimiModel(nnx.Module):
         Returns:
           Hidden vectors ready for :meth:`logits` (garbage at padding), and the new cache.
         """
+        x, _, entries = self._run(ids, starts, new, cache, pages, images, None, held=False)
+        return x, cast(Cache, entries)
+
+    def tapped(
+        self,
+        ids: Int[Array, "rows tokens"],
+        starts: Int[Array, " rows"],
+        new: Int[Array, " rows"],
+        cache: Cache,
+        taps: Taps,
+        *,
+        pages: Int[Array, "rows table"] | None = None,
+        images: ImageRows | None = None,
+        held: bool = False,
+    ) -> tuple[Float[Array, "rows tokens embed"], Float[Array, "rows tokens taps embed"], HeldCache]:
+        """As a call, with the tapped vectors of every token beside its last one.
+
+        Args:
+          ids, starts, new, cache, pages, images: as for a call.
+          taps: what is read.
+          held: recurrent layers keep their cache and give records of these tokens beside it, for a later ``commit``; latent rows
+            are written, as their length decides what counts.
+        """
+        x, rows, entries = self._run(ids, starts, new, cache, pages, images, taps, held=held)
+        return x, jnp.stack(rows, axis=2), entries
+
+    def _run(
+        self,
+        ids: Int[Array, "rows tokens"],
+        starts: Int[Array, " rows"],
+        new: Int[Array, " rows"],
+        cache: Cache,
+        pages: Int[Array, "rows table"] | None,
+        images: ImageRows | None,
+        taps: Taps | None,
+        *,
+        held: bool,
+    ) -> tuple[Float[Array, "rows tokens embed"], list[Float[Array, "rows tokens embed"]], HeldCache]:
         offsets = jnp.arange(ids.shape[1], dtype=jnp.int32)
         real = offsets < new[:, None]
-        tokens = Tokens(jnp.where(real, starts[:, None] + offsets, -1), new, starts + new, pages)
+        tokens = Tokens(jnp.where(real, starts[:, None] + offsets, -1), new, starts + new, pages, held)
         embedded = self.model.embed_tokens(ids)
         if images is not None:
             embedded = merge(embedded, images.rows, images.here)
         residuals = Residuals((), embedded)
-        entries = []
-        for layer, entry in zip(self.model.layers, cache, strict=True):
+        entries, rows = [], []
+        for index, (layer, entry) in enumerate(zip(self.model.layers, cache, strict=True)):
             residuals, entry = layer(residuals, tokens, entry)
             entries.append(entry)
+            if taps is not None and index in taps.layers:
+                rows.append(tap(*residuals, *self._reader(index + 1), taps.stream))
         last = self.model
         mixing, row = last.output_attn_res_norm, last.output_attn_res_proj
         x, _ = enter(residuals, mixing, row, last.norm, self.impls.attn_res)
-        return x, tuple(entries)
+        return x, rows, tuple(entries)
+
+    def _reader(self, index: int) -> tuple[RmsNorm, Float[Array, "one embed"]]:
+        """Norm and projection of the site that mixes the sources at the entry of a layer, or behind the last one."""
+        if index < len(self.model.layers):
+            layer = self.model.layers[index]
+            return layer.self_attention_res_norm, layer.self_attention_res_proj.weight[...]
+        return self.model.output_attn_res_norm, self.model.output_attn_res_proj.weight[...]
 
     def logits(self, hidden: Float[Array, "*rows embed"]) -> Float[Array, "*rows local_vocab"]:
         """Scores of this rank's slice of the vocabulary, float32."""

@@ -110,7 +110,7 @@ class TestLoad:
             ({"max_seq_len": 8193}, "max_seq_len = 8193; it must be an integer"),
             ({"max_seq_len": 2.5}, "max_seq_len = 2.5; it must be an integer"),  # red when types are not checked
             ({"prefill_chunk": 0, "decode_block": 0, "max_seq_len": 1}, "3 problems"),
-            ({"draft": "x"}, "speculative decoding is not built"),
+            ({"draft": "x"}, "No draft can be read from x"),
             ({"dtype": "int8"}, "'int8' is not built"),
             ({"experts": "dense"}, "'dense' is not built"),
             ({"layout": "tp99"}, "tp99"),

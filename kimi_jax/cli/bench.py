@@ -10,7 +10,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from kimi_jax.cli import bench_serve
-from kimi_jax.cli.model_args import ArgumentError, add_model_arguments, load_model
+from kimi_jax.cli.model_args import ArgumentError, add_model_arguments, load_model, refuse_draft
 from kimi_jax.testing.shipped import BENCH_MODELS
 
 if TYPE_CHECKING:
@@ -44,6 +44,7 @@ def run(args: argparse.Namespace) -> int:
     tests = [_parse(test) for test in args.tests.split(",")]
     if args.repeats < 1 or args.new_tokens < 1:
         raise ArgumentError("This measurement cannot be made", ["--repeats and --new-tokens must be 1 or more"])
+    refuse_draft(args, "bench")
     model = load_model(args)
     from kimi_jax.planning.machine import measure_machine
 

@@ -71,7 +71,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--fetch-images", action="store_true", help="ask other machines for pictures that are http(s) URLs"
     )
-    parser.add_argument("--draft", default=None, help="draft checkpoint (not built yet)")
+    parser.add_argument("--draft", default=None, help="folder of a DSpark draft of this model")
 
 
 def chosen_layout(args: argparse.Namespace) -> "Layout":
@@ -102,6 +102,16 @@ def prepare_devices(layout: "Layout") -> None:
         RuntimeError
     ):  # JAX has started: its devices stay as they are, and make_mesh says if they are too few
         jax.config.update("jax_num_cpu_devices", enough)
+
+
+def refuse_draft(args: argparse.Namespace, verb: str) -> None:
+    """Refuses a draft where it is not built, before anything is loaded."""
+    if args.draft is not None:
+        raise ArgumentError(
+            f"{verb} cannot use a draft",
+            [f"--draft {args.draft}; paged caches and their scheduler do not speculate yet"],
+            "kimi-jax generate and kimi-jax chat speculate, and so does kimi_jax.load(..., draft=FOLDER).",
+        )
 
 
 def load_model(args: argparse.Namespace) -> "Kimi":

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from kimi_jax.cli.model_args import ArgumentError, add_model_arguments, load_model
+from kimi_jax.cli.model_args import ArgumentError, add_model_arguments, load_model, refuse_draft
 
 if TYPE_CHECKING:
     from kimi_jax.api import Kimi
@@ -113,6 +113,7 @@ def run(args: argparse.Namespace) -> int:
         raise ArgumentError(
             "The server cannot start", [f"{error.name} is not installed"], "pip install 'kimi-jax[serve]'"
         ) from None
+    refuse_draft(args, "serve")
     limits, keys = (_limits(args), _image_limits(args)), _keys(args)
     if args.folder is not None:
         args.model = args.folder

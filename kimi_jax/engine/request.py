@@ -143,6 +143,7 @@ class Event:
       logprob: natural log of its probability at temperature 1.
       finish: set with a request's last event; ``stop`` reports the stop id as ``token`` too.
       top: the likeliest ids and their logprobs, likeliest first, as many as asked for.
+      drafts: what became of the request's drafts so far, where the model has a draft.
     """
 
     request: int
@@ -150,6 +151,20 @@ class Event:
     logprob: float
     finish: FinishReason | None = None
     top: tuple[tuple[int, float], ...] = ()
+    drafts: "DraftCounts | None" = None
+
+
+@dataclass(frozen=True)
+class DraftCounts:
+    """What became of drafts.
+
+    Attributes:
+      verified: drafts that the target has looked at.
+      stayed: steps by how many of their drafts stayed: none, one, and so on.
+    """
+
+    verified: int
+    stayed: tuple[int, ...]
 
 
 def check(request: Request, vocab: int, capacity: int, embed: int | None = None) -> None:

@@ -15,6 +15,7 @@ from kimi_jax.layers.norm import RmsNorm
 from kimi_jax.layers.param import param
 from kimi_jax.ops.attn_res import api as attn_res
 from kimi_jax.ops.implementation import Impl, Implementations
+from kimi_jax.ops.kda.rollback import Pending
 from kimi_jax.placement.collectives import Parallel
 from kimi_jax.precision import Precision
 
@@ -27,12 +28,14 @@ class Tokens(NamedTuple):
       new: [rows] real tokens of each row in this call; they come first.
       total: [rows] tokens of each row once these are in.
       pages: [rows, table] where the latent rows of each row lie in a pool; None where the cache has a row for each.
+      held: whether recurrent states stay as they are, with records of these tokens beside them (``ops/kda/rollback``).
     """
 
     positions: Int[Array, "rows tokens"]
     new: Int[Array, " rows"]
     total: Int[Array, " rows"]
     pages: Int[Array, "rows table"] | None = None
+    held: bool = False
 
     @property
     def real(self) -> Bool[Array, "rows tokens"]:
@@ -95,7 +98,9 @@ class DecoderLayer(nnx.Module):
         self.starts_block = config.starts_block(index)
         self.parallel, self.impls = parallel, impls
 
-    def __call__(self, residuals: Residuals, tokens: Tokens, cache: LayerCache) -> tuple[Residuals, LayerCache]:
+    def __call__(
+        self, residuals: Residuals, tokens: Tokens, cache: LayerCache
+    ) -> tuple[Residuals, LayerCache | Pending]:
         blocks, prefix, _ = residuals
         impl = self.impls.attn_res
         if blocks:
@@ -103,18 +108,18 @@ class DecoderLayer(nnx.Module):
             x, prefix = enter(residuals, mixing, row, self.input_layernorm, impl)
         else:
             x = self.input_layernorm(prefix)
-        y, cache = self._attend(x, tokens, cache)
+        y, after = self._attend(x, tokens, cache)
         # after the mix above: the finished block was still the running sum there
         residuals = Residuals((*blocks, prefix), y) if self.starts_block else Residuals(blocks, prefix, y)
         x, prefix = enter(residuals, self.mlp_res_norm, self.mlp_res_proj, self.post_attention_layernorm, impl)
-        return Residuals(residuals.blocks, prefix, self._feed_forward(x, tokens)), cache
+        return Residuals(residuals.blocks, prefix, self._feed_forward(x, tokens)), after
 
     def _attend(
         self, x: Float[Array, "rows tokens embed"], tokens: Tokens, cache: LayerCache
-    ) -> tuple[Float[Array, "rows tokens embed"], LayerCache]:
+    ) -> tuple[Float[Array, "rows tokens embed"], LayerCache | Pending]:
         if isinstance(self.self_attn, Kda):
             assert isinstance(cache, KdaCache)
-            return self.self_attn(x, tokens.new, cache)
+            return (self.self_attn.verify if tokens.held else self.self_attn)(x, tokens.new, cache)
         assert isinstance(cache, MlaCache)
         return self.self_attn(x, tokens.positions, tokens.new, tokens.total, cache, tokens.pages)
 

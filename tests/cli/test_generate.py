@@ -240,7 +240,7 @@ class TestArguments:
             (["--prompt", "a", "--kv-dtype", "int8"], "'int8' is not built"),
             (["--prompt", "a", "--dtype", "float32", "--kv-cache-dtype", "fp8"], "exact mode"),
             (["--prompt", "a", "--experts", "dense"], "'dense' is not built"),
-            (["--prompt", "a", "--draft", "x"], "speculative decoding is not built"),
+            (["--prompt", "a", "--draft", "x"], "No draft can be read from x"),
             (["--prompt", "a", "--max-seq-len", "0"], "max_seq_len = 0; it must be an integer from 2 to 8,192"),
             (["--prompt", "a", "--max-model-len", "9000"], "max_seq_len = 9000; it must be an integer"),
             (["--prompt", "a", "--prefill-chunk", "0"], "prefill_chunk = 0"),

@@ -1,0 +1,84 @@
+"""Attention of a drafted block: over the context rows of its request, and over the block itself (DSpark notes, section 6).
+
+One form for both backbones: latent attention is the case of one shared key whose first channels are the value. The rows of the
+block live only here; the cache holds committed tokens alone.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from kimi_jax.precision import FLOAT32
+
+BLOCK = 8192
+"""Context rows that are scored at a time. A cache of no more needs no loop, whose end a GPU would have to read back."""
+
+MASKED = -1e30
+"""Score of what is not seen; finite, so that a row of them makes no NaN."""
+
+
+def attend(
+    query: Float[Array, "rows drafts kv_heads group dim"],
+    context: tuple[Float[Array, "rows length kv_heads dim"], Float[Array, "rows length kv_heads value"]],
+    block: tuple[Float[Array, "rows drafts kv_heads dim"], Float[Array, "rows drafts kv_heads value"]],
+    lengths: Int[Array, " rows"],
+    *,
+    scale: float,
+    causal: bool,
+) -> Float[Array, "rows drafts kv_heads group value"]:
+    """Softmax over the first ``lengths`` context rows and over the block, all of it or only what is not later.
+
+    Args:
+      query: rotated, not scaled.
+      context: keys and values of committed tokens; rows at ``lengths`` and beyond may hold anything.
+      block: keys and values of the drafted positions.
+      lengths: committed tokens of each request; the block starts there.
+      scale: of the scores.
+      causal: whether a position sees only the block rows up to its own.
+
+    Returns:
+      In ``query.dtype``; scores and sums are float32.
+    """
+    drafts, length = query.shape[1], context[0].shape[1]
+    size = min(BLOCK, length)
+    at = jnp.arange(drafts)
+    own = at[:, None] >= at if causal else jnp.ones((drafts, drafts), bool)
+    state = _add(None, query, *block, own[None], scale)
+
+    def step(index: Int[Array, ""], state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        # the last part may reach back over rows that were counted: they are masked
+        start = jnp.minimum(index * size, length - size)
+        keys, values = (jax.lax.dynamic_slice_in_dim(x, start, size, axis=1) for x in context)
+        place = start + jnp.arange(size)
+        seen = (place >= index * size) & (place < lengths[:, None])
+        return _add(state, query, keys, values, seen[:, None], scale)
+
+    if length == size:
+        _, weight, value = step(jnp.int32(0), state)
+        return jnp.moveaxis(value / weight[..., None], 3, 1).astype(query.dtype)
+    trips = -(-jnp.max(jnp.minimum(lengths, length)) // size)
+    _, weight, value = jax.lax.fori_loop(0, trips, step, state)
+    return jnp.moveaxis(value / weight[..., None], 3, 1).astype(query.dtype)
+
+
+def _add(
+    state: tuple[Array, Array, Array] | None, query: Array, keys: Array, values: Array, seen: Array, scale: float
+) -> tuple[Array, Array, Array]:
+    """The running maximum, weight [rows, kv_heads, group, drafts] and value [..., value] with more rows in."""
+    keys, values = keys.astype(query.dtype), values.astype(query.dtype)
+    mask = seen[:, None, None]
+    score = jnp.where(mask, _dot("btngd,bsnd->bngts", query, keys) * scale, MASKED)
+    top = score.max(axis=-1) if state is None else jnp.maximum(state[0], score.max(axis=-1))
+    weights = jnp.where(mask, jnp.exp(score - top[..., None]), 0)
+    # what nobody sees may hold anything: zero weight times infinity is no number
+    anyone = jnp.any(seen, axis=1)[..., None, None]
+    added = _dot("bngts,bsnv->bngtv", weights.astype(values.dtype), jnp.where(anyone, values, 0))
+    if state is None:
+        return top, weights.sum(axis=-1), added
+    fade = jnp.exp(state[0] - top)
+    return top, state[1] * fade + weights.sum(axis=-1), state[2] * fade[..., None] + added
+
+
+def _dot(spec: str, one: Array, other: Array) -> Array:
+    exact = jax.lax.Precision.HIGHEST if one.dtype == FLOAT32 else None
+    return jnp.einsum(spec, one, other, precision=exact, preferred_element_type=jnp.float32)
