@@ -155,6 +155,8 @@ def check(infos: Mapping[str, TensorInfo], wanted: Mapping[str, Source], where: 
     ]
     problems = [*limited(missing), *limited(wrong), *limited(extra)]
     if problems:
-        skips = f"Only {' and '.join(prefix + '*' for prefix in may_skip)} may be left unread." if may_skip else ""
-        raise CheckpointError(f"Checkpoint {where} does not match its config.json", problems, skips)
+        hint = f"Only {' and '.join(prefix + '*' for prefix in may_skip)} may be left unread." if may_skip else ""
+        if not wrong and not extra and all(problem.startswith(VISION_PREFIXES) for problem in missing):
+            hint = "Text works without the vision tower: load with vision=False (--no-vision)."
+        raise CheckpointError(f"Checkpoint {where} does not match its config.json", problems, hint)
     return skipped

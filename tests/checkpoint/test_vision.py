@@ -1,14 +1,21 @@
 """Text and vision halves in one checkpoint, released and converted, cut and whole."""
 
+import json
+import shutil
+
 import numpy as np
 import pytest
 
+import kimi_jax
 from kimi_jax.checkpoint.convert import convert
+from kimi_jax.checkpoint.export import export
 from kimi_jax.checkpoint.header import CheckpointError
 from kimi_jax.checkpoint.parameters import read_parameters
 from kimi_jax.checkpoint.reader import CheckpointFolder
 from kimi_jax.config import load_config
+from kimi_jax.image_encoder import picture_settings
 from kimi_jax.layers.vision import vision_only, vision_parameters
+from kimi_jax.media.errors import SettingsError
 from kimi_jax.media.settings import Settings, load_settings
 from kimi_jax.model import abstract
 from kimi_jax.placement.collectives import Parallel
@@ -16,8 +23,8 @@ from kimi_jax.placement.layout import Layout, load_layout
 from kimi_jax.placement.mesh import make_mesh
 from kimi_jax.precision import Precision
 from kimi_jax.testing.checkpoints import write_random_checkpoint
-from kimi_jax.testing.configs import config_json, with_vision
-from tests.checkpoint.models import SIZES, rewritten, stored_of
+from kimi_jax.testing.configs import config_json, preprocessor_json, with_vision
+from tests.checkpoint.models import SIZES, rewritten, stored_of, tensors_of
 
 CUT = Layout("cut", mesh={"tensor": 2}, axes={"heads": "tensor", "vision_heads": "tensor", "vision_ffn": "tensor"})
 QKV = "vision_tower.encoder.blocks.1.wqkv.weight"
@@ -64,6 +71,40 @@ def test_a_tensor_of_the_tower_that_nobody_reads(released, tmp_path):
     odd = rewritten(released, tmp_path / "odd", lambda tensors: tensors.update({name: tensors[QKV][0]}))
     with pytest.raises(CheckpointError, match=rf"{name}.* belongs to no parameter"):
         everything(odd)
+
+
+def test_tensors_of_the_tower_that_are_missing(released, tmp_path):
+    # red when a tower with holes is loaded, or nobody says that text would work
+    def change(tensors):
+        for name in [name for name in tensors if name.startswith("mm_projector.")]:
+            del tensors[name]
+
+    odd = rewritten(released, tmp_path / "odd", change)
+    shutil.copy(released / "preprocessor_config.json", odd)
+    with pytest.raises(CheckpointError, match=r"mm_projector\.proj\.0\.weight is missing(.|\n)*vision=False") as raised:
+        kimi_jax.load(odd, max_seq_len=16)
+    assert len(raised.value.problems) == 3
+    text = kimi_jax.load(odd, max_seq_len=16, vision=False)
+    assert text.vision is None and "without its vision tower" in text.no_vision
+
+
+def test_the_way_back(released, converted, tmp_path):
+    # red when the parts of wqkv are not joined again, or the tower is left behind
+    export(converted, tmp_path / "back", stored_of(released))
+    assert tensors_of(tmp_path / "back") == tensors_of(released)
+
+
+def test_a_folder_that_does_not_say_how_pictures_are_prepared(released, tmp_path):
+    # red when defaults are assumed, a model cannot be loaded for its text, or the reason is lost
+    config = load_config(released)
+    assert picture_settings(released, config, None) == (Settings(), "")
+    (tmp_path / "config.json").touch()
+    found, reason = picture_settings(tmp_path, config, None)
+    assert found is None and "preprocessor_config.json" in reason
+    with pytest.raises(SettingsError, match=r"with vision(.|\n)*preprocessor_config\.json"):
+        picture_settings(tmp_path, config, True)
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(preprocessor_json(patch_size=16)))
+    assert "patches of 16 pixels, and the tower takes 14" in picture_settings(tmp_path, config, None)[1]
 
 
 def test_how_pictures_are_prepared_comes_along(released, converted):
