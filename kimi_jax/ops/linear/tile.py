@@ -52,7 +52,7 @@ class Tile:
         block = ref.at[row_r[:, None], inner_k[None, :]]
         if self.length % self.inner == 0:
             return plt.load(block)
-        return plt.load(block, mask=(inner_k < self.length)[None, :], other=0)
+        return plt.load(block, mask=(inner_k < self.length)[None, :], other=jnp.asarray(0.0, ref.dtype))
 
 
 def choose_tile(rows: int, length: int, channels: int) -> Tile:
