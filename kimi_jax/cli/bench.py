@@ -1,6 +1,7 @@
 """``kimi-jax bench``: prefill and decode speed, beside the bytes moved, the machine's bound, and the share of it reached.
 
 ``kimi-jax bench serve`` measures a server: `bench_serve`.
+``kimi-jax bench quality`` compares forms of one model: `bench_quality`.
 """
 
 import argparse
@@ -9,7 +10,7 @@ import re
 import sys
 from typing import TYPE_CHECKING, Any
 
-from kimi_jax.cli import bench_serve
+from kimi_jax.cli import bench_quality, bench_serve
 from kimi_jax.cli.model_args import ArgumentError, add_model_arguments, load_model, refuse_draft
 from kimi_jax.testing.shipped import BENCH_MODELS
 
@@ -34,13 +35,17 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--new-tokens", type=int, default=64, help="decode steps of one measured run")
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
-    bench_serve.add_parser(parser.add_subparsers(dest="measured", metavar="serve", title="without a model of its own"))
+    measured = parser.add_subparsers(dest="measured", metavar="serve|quality", title="other measurements")
+    bench_serve.add_parser(measured)
+    bench_quality.add_parser(measured)
 
 
 def run(args: argparse.Namespace) -> int:
     """Measures and prints one row per test."""
     if args.measured == "serve":
         return bench_serve.run(args)
+    if args.measured == "quality":
+        return bench_quality.run(args)
     tests = [_parse(test) for test in args.tests.split(",")]
     if args.repeats < 1 or args.new_tokens < 1:
         raise ArgumentError("This measurement cannot be made", ["--repeats and --new-tokens must be 1 or more"])
