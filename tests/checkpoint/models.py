@@ -13,10 +13,12 @@ import jax
 import ml_dtypes
 import numpy as np
 
+from kimi_jax import api
 from kimi_jax.checkpoint.parameters import read_parameters
 from kimi_jax.checkpoint.reader import CheckpointFolder
 from kimi_jax.checkpoint.writer import write_checkpoint
 from kimi_jax.config import load_config
+from kimi_jax.loop import Steps
 from kimi_jax.model import abstract
 from kimi_jax.placement.axes import ArraySpec
 from kimi_jax.placement.collectives import Parallel
@@ -98,6 +100,13 @@ def loaded(folder: Path, layout: Layout | str = "single", precision: Precision |
     specs = specs_of(folder, layout, precision)
     tied = load_config(folder).tied_head
     return read_parameters(folder, stored_of(folder), specs, layout, make_mesh(layout), tied_head=tied)
+
+
+def requantised(folder: Path, layout: Layout | str = "single") -> dict[str, jax.Array]:
+    """What ``kimi_jax.load`` places on a GPU with the published FP8 treatment."""
+    layout, precision = load_layout(layout), choose_precision("bfloat16", platform="gpu")
+    steps = Steps(load_config(folder), layout, make_mesh(layout), dataclasses.replace(precision, fp8="ptpc"), 64)
+    return api.read_parameters(folder, steps.config, steps)
 
 
 def assert_same(got: Mapping[str, jax.Array], expected: Mapping[str, jax.Array]) -> None:

@@ -1,7 +1,6 @@
 """Weights re-quantised to FP8 while a checkpoint is read."""
 
 import warnings
-from dataclasses import replace
 
 import jax
 import ml_dtypes
@@ -9,27 +8,16 @@ import numpy as np
 import pytest
 
 import kimi_jax
-from kimi_jax.api import read_parameters
 from kimi_jax.checkpoint.header import CheckpointError
 from kimi_jax.checkpoint.reader import CheckpointFolder
-from kimi_jax.config import load_config
-from kimi_jax.loop import Steps
-from kimi_jax.placement.layout import load_layout
-from kimi_jax.placement.mesh import make_mesh
-from kimi_jax.precision import choose_precision
 from tests.checkpoint.models import KDA, MLA, rewritten, small
+from tests.checkpoint.models import requantised as placed
 from tests.checkpoint.test_converted import converted
 
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
     return small(tmp_path_factory.mktemp("fp8") / "model")
-
-
-def placed(folder, layout="single", **changes):
-    layout, precision = load_layout(layout), choose_precision("bfloat16", platform="gpu")
-    steps = Steps(load_config(folder), layout, make_mesh(layout), replace(precision, fp8="ptpc", **changes), 64)
-    return read_parameters(folder, steps.config, steps)
 
 
 def test_codes_and_scales_are_those_of_each_stored_row(source):
