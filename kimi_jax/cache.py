@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from kimi_jax.config import IndexerConfig, KimiConfig
 from kimi_jax.ops.implementation import Impl, choose
+from kimi_jax.ops.indexer import pallas_write as index_write
 from kimi_jax.ops.indexer.keys import IndexCache, encode
 from kimi_jax.ops.mla import write as mla_write
 from kimi_jax.ops.sample.extras import Seen
@@ -141,6 +142,16 @@ UNROLLED_ROWS = 8
 """Sequences up to which their writes are separate instructions; more of them run in a loop."""
 
 
+class KeyNorm(Protocol):
+    """A LayerNorm: what it does, and the numbers it does it with."""
+
+    weight: Any
+    bias: Any
+    eps: float
+
+    def __call__(self, x: Float[Array, "*rows width"]) -> Float[Array, "*rows width"]: ...
+
+
 class Norm(Protocol):
     """A root-mean-square norm: what it does, and the numbers it does it with."""
 
@@ -188,13 +199,30 @@ def write_keys(
     starts: Int[Array, " rows"],
     counts: Int[Array, " rows"],
     *,
+    norm: KeyNorm | None = None,
+    dtype: Any = None,
     pages: Int[Array, "rows pages"] | None = None,
+    impl: Impl = "reference",
 ) -> IndexCache:
     """Stores the first ``counts[b]`` new index keys of each sequence in the cache's format, where :func:`write_rows` stores rows.
 
     Args:
+      norm: of a new key.
+      dtype: what the normalised key is rounded to before the format of the cache.
       pages: as for :func:`write_rows`; keys and scales lie in the same pages as the latent rows.
     """
+    if impl != "reference":
+        run = choose(
+            "cache.write_keys",
+            impl,
+            {"pallas": index_write.write, "interpret": partial(index_write.write, interpret=True)},
+        )
+        weights, eps = None, 0.0
+        if norm is not None:
+            weights, eps = index_write.KeyNorm(norm.weight[...], norm.bias[...]), norm.eps
+        return run(index, keys, starts, counts, weights, pages, eps=eps, dtype=dtype)
+    if norm is not None:
+        keys = norm(keys).astype(dtype)
     written = []
     for held, new in zip(jax.tree.leaves(index), jax.tree.leaves(encode(keys, index)), strict=True):
         flat = (*held.shape[:2], -1)

@@ -42,7 +42,7 @@ class Indexer(nnx.Module):
     def read(
         self, x: Float[Array, "rows tokens embed"]
     ) -> tuple[Float[Array, "rows tokens width"], Float[Array, "rows tokens heads"]]:
-        """The key of each token, in the dtype of ``x``, and its signed head weights, float32.
+        """The key of each token before its norm, and its signed head weights; float32.
 
         Args:
           x: what the attention projections read.
@@ -51,7 +51,7 @@ class Indexer(nnx.Module):
         key, weights = linear_op.project_many(x, factors, [FLOAT32, FLOAT32], self.impls.linear)
         weights = self.parallel.all_gather(weights, "index_heads", -1)
         scale = self.sizes.heads**-0.5 * self.sizes.head_dim**-0.5
-        return self.k_norm(key).astype(x.dtype), weights * scale
+        return key, weights * scale
 
     def ask(
         self, query_latent: Float[Array, "rows tokens q_rank"], norm: RmsNorm

@@ -106,7 +106,9 @@ class Mla(nnx.Module):
         if keys is None:
             return MlaCache(latent)
         keys, first, count = context.own(keys, starts, new, self.parallel)
-        return MlaCache(latent, write_keys(cache.index, keys, first, count, pages=pages))
+        norm, impl = self.indexer.k_norm, self.impls.indexer
+        index = write_keys(cache.index, keys, first, count, norm=norm, dtype=row.dtype, pages=pages, impl=impl)
+        return MlaCache(latent, index)
 
     def _select(
         self,

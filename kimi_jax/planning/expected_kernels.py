@@ -11,7 +11,7 @@ from kimi_jax.placement.lowered import Launch
 
 
 def expected_kernels(
-    config: KimiConfig, impls: Implementations, rows: int, tokens: int, random: bool
+    config: KimiConfig, impls: Implementations, rows: int, tokens: int, random: bool, length: int
 ) -> dict[Launch, int]:
     """Kernel -> fewest calls of a step: one for every layer whose op runs it.
 
@@ -21,12 +21,16 @@ def expected_kernels(
       rows: sequences of one device's step.
       tokens: new tokens of each.
       random: whether rows may draw with a temperature, which is XLA's.
+      length: tokens that each can hold: an indexer that keeps as many chooses nothing.
     """
+    indexer, latent_layers = config.indexer, len(config.layers_of("mla"))
+    chooses = indexer is not None and length > indexer.top_k
     every = {
         "attn_res": (config.layers, ("mix_norm",)),
         "kda": _kda(config, tokens),
         "linear": (config.layers if rows * tokens <= MOST_ROWS else 0, ("project",)),
-        "mla": (len(config.layers_of("mla")), _mla(tokens)),
+        "indexer": (latent_layers if indexer is not None else 0, _indexer(chooses)),
+        "mla": (latent_layers, _mla(tokens, chooses)),
         "moe": (config.layers - config.dense_layers, _moe(rows * tokens)),
         "sample": (0 if random else 1, ("look", "merge")),
     }
@@ -44,7 +48,13 @@ def _kda(config: KimiConfig, tokens: int) -> tuple[int, tuple[str, ...]]:
     return len(config.layers_of("kda")) if built else 0, names
 
 
-def _mla(tokens: int) -> tuple[str, ...]:
+def _indexer(chooses: bool) -> tuple[str, ...]:
+    return "index_write", *(("index_scores", "index_top_k") if chooses else ())
+
+
+def _mla(tokens: int, chooses: bool) -> tuple[str, ...]:
+    if chooses:
+        return "mla_write", "mla_absorb", "mla_attend_selected", "mla_merge_expand"
     direct = tokens >= DIRECT_FROM
     return "mla_write", *(
         ("mla_expand", "mla_attend_block") if direct else ("mla_absorb", "mla_attend", "mla_merge_expand")

@@ -148,7 +148,7 @@ def lower_step(
     program = read_lowered(lowered.compiler_ir())
     dropped = never_passed(steps, program.arguments)
     rows = ask.rows // ask.placed.parts("batch")
-    expected = expected_kernels(ask.config, steps.implementations, rows, chunk, random)
+    expected = expected_kernels(ask.config, steps.implementations, rows, chunk, random, ask.length)
     return Lowered(
         planned, phase, chunk, steps.implementations, program, dropped, expected, seconds, peak_bytes()
     )  # fmt: skip

@@ -9,7 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 import pytest
 
-from kimi_jax.ops.indexer import kernels
+from kimi_jax.ops.indexer import kernels, pallas_write
 from kimi_jax.ops.indexer.keys import IndexCache
 from kimi_jax.ops.mla import sparse, sparse_kernels
 
@@ -85,3 +85,13 @@ def test_a_part_for_all_heads(build):
     run = partial(sparse_kernels.attend_partial, latent_dim=LATENT, scale=QUERY**-0.5, budget=sparse.BYTES)
     shapes = ((1, 1, ALL_HEADS, ROW), BFLOAT16), ((1, CONTEXT // 8, ROW), FLOAT8), ((1, 1, K), INT32)
     fit(build(run, *shapes), "mla_attend_selected", "mla_merge")  # red with 32 heads a program on jax 0.12, 64 on 0.10
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_new_keys(build, form):
+    def write(keys: Any, starts: Any, weight: Any, bias: Any, table: Any, *held: Any) -> Any:
+        norm, index = pallas_write.KeyNorm(weight, bias), IndexCache(*held)
+        return pallas_write.write(index, keys, starts, starts, norm, table, eps=1e-5, dtype=BFLOAT16)
+
+    asked = [((8, 2, WIDTH), FLOAT32), ((8,), INT32), ((WIDTH,), BFLOAT16), ((WIDTH,), BFLOAT16)]
+    fit(build(write, *asked, ((8, CONTEXT // 64), INT32), *index(form, 8, 64)), "index_write")  # copies are not kernels

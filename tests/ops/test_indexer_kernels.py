@@ -1,6 +1,7 @@
 """The kernels of the sparse indexer, interpreted: the same contract as the reference, and every edge of their tiles."""
 
 from functools import cache, partial
+from typing import NamedTuple
 
 import hypothesis
 import hypothesis.strategies as st
@@ -9,9 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kimi_jax.cache import write_keys
 from kimi_jax.ops.indexer import api, pallas_scores, pallas_top_k, reference
-from kimi_jax.ops.indexer.keys import IndexCache
-from tests.ops.indexer_contract import ScoresContract, SelectContract, TopKContract
+from kimi_jax.ops.indexer.keys import IndexCache, decode
+from kimi_jax.ops.norm import layer_norm
+from tests.ops.indexer_contract import FORMS, ScoresContract, SelectContract, TopKContract, held
 from tests.ops.mla_contract import jitted
 
 
@@ -101,3 +104,41 @@ class TestScores(ScoresContract):
 
 class TestSelect(SelectContract):
     impl = "interpret"
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("normed", [False, True])
+def test_keys_are_written_as_the_reference_writes_them(form, normed):
+    # red when a scale goes to another key, a code to the other half of its byte, a limit is rounded down, or a key that is not
+    # new is written; pages whose rows are not a power of two, three sequences that end, begin and do not take part
+    random = np.random.default_rng(0)
+    width, rows, tokens, page, table = 32 if form == "mxfp4" else 40, 3, 2, 6, np.array([[4, 1], [0, 3], [2, 5]])
+    keys = (random.normal(size=(rows, tokens, width)) * 2.0 ** random.integers(-9, 9, (rows, tokens, 1))).astype(
+        np.float32
+    )
+    keys[0, 0, :4], keys[1, 0] = [448, 6, 0.75, -0.25], 0
+    index = jax.tree.map(jnp.asarray, held(random.normal(size=(6, page, width)).astype(np.float32), form))
+    weight, bias = random.normal(size=(2, width)).astype(np.float32)
+    norm = Normed(jnp.asarray(weight), jnp.asarray(bias), 1e-5) if normed else None
+
+    def write(impl):
+        run = partial(write_keys, norm=norm, dtype=jnp.float32, pages=jnp.asarray(table), impl=impl)
+        return jitted(run, impl)(index, jnp.asarray(keys), jnp.array([11, 0, 5]), jnp.array([2, 2, 0]))
+
+    found, expected = write("interpret"), write("reference")
+    if not normed:
+        jax.tree.map(np.testing.assert_array_equal, found, expected)
+    # a code may flip where the norm's sums are added in another order
+    step = {"float32": 1e-6, "bfloat16": 2**-8, "fp8": 2**-3, "mxfp4": 0.5}[form]
+    found, expected = (np.asarray(decode(each)) for each in (found, expected))
+    np.testing.assert_allclose(found, expected, rtol=0, atol=step * np.abs(expected).max())
+    assert (np.abs(found - expected) > 1e-6 * np.abs(expected).max()).mean() < 0.01
+
+
+class Normed(NamedTuple):
+    weight: jax.Array
+    bias: jax.Array
+    eps: float
+
+    def __call__(self, x):
+        return layer_norm(x, self.weight, self.bias, self.eps)

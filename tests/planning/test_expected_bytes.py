@@ -11,11 +11,18 @@ LIMIT = 1 << 20
 
 
 @pytest.mark.parametrize(
-    ("layout", "batch", "context"), [("tp8", 1, LIMIT), ("tp8-lean", 8, LIMIT // 8), ("ep8", 3, 999)]
+    ("model", "layout", "batch", "context"),
+    [
+        ("k3", "tp8", 1, LIMIT),
+        ("k3", "tp8-lean", 8, LIMIT // 8),
+        ("k3", "ep8", 3, 999),
+        ("k3.1-pro", "tp8", 1, LIMIT),
+        ("k3.1-pro", "tp8", 3, 1999),
+    ],
 )
-def test_what_is_touched_is_what_the_roofline_counts(layout, batch, context):
-    # Red when the share of the experts, the row that is written or the end of the context is not the roofline's.
-    plan = kimi_jax.plan("k3", layout, "mi355x", context, batch=batch)
+def test_what_is_touched_is_what_the_roofline_counts(model, layout, batch, context):
+    # Red when the share of the experts or of chosen rows, the row that is written or the end of the context is not the roofline's.
+    plan = kimi_jax.plan(model, layout, "mi355x", context, batch=batch)
     ask, expected = plan.ask, expected_bytes(plan)
 
     def read(name: str, spec: ArraySpec) -> float:
@@ -28,7 +35,11 @@ def test_what_is_touched_is_what_the_roofline_counts(layout, batch, context):
             bytes_ += sum(2 * read(name, spec) for name, spec in zip(names, entry, strict=True))
             assert expected.touch(f"cache[{layer}].state").updated is None
         else:
-            name = f"cache[{layer}].latent"
-            bytes_ += read(name, entry.latent) + (expected.touch(name).updated or 0)
+            specs = {"latent": entry.latent}
+            if entry.index:
+                specs |= {"index.keys": entry.index.keys, "index.scales": entry.index.scales}
+            for field, spec in specs.items():
+                name = f"cache[{layer}].{field}"
+                bytes_ += read(name, spec) + (expected.touch(name).updated or 0)
     embedding = batch * ask.config.hidden * 2 / 8
     assert bytes_ + embedding == pytest.approx(expected.bytes, rel=1e-9)
