@@ -15,11 +15,16 @@ from tests.serve.model import served
 
 @contextmanager
 def serving(
-    engine: Any, limits: Limits | None = None, keys: tuple[str, ...] = (), model: Any = None, scorer: Any = None
+    engine: Any,
+    limits: Limits | None = None,
+    keys: tuple[str, ...] = (),
+    model: Any = None,
+    scorer: Any = None,
+    images: Any = None,
 ) -> Iterator["Loopback"]:
     """The server, warmed up; it drains at the end."""
     server, listener = (
-        Server(model or served(), engine, limits or Limits(), keys, "warning", scorer),
+        Server(model or served(), engine, limits or Limits(), keys, "warning", scorer, images),
         bind("127.0.0.1", 0),
     )
     url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
