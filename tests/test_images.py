@@ -119,15 +119,15 @@ def test_the_same_picture_however_it_comes(tmp_path):
 
 def test_where_a_picture_stands_matters():
     # red when parts with and without a URL are dealt pictures in another order than they stand in
-    kimi = joined()
+    kimi, bare = joined(), {"type": "image"}
 
-    def scores(first: bytes, second: bytes, **images) -> np.ndarray:
-        parts = [part(first), words("and"), {"type": "image"}] if images else [part(first), words("and"), part(second)]
-        read = kimi.prompts.read([{"role": "user", "content": parts}], images.get("images", ()), thinking=False)
+    def scores(first: dict, second: dict, *images: bytes) -> np.ndarray:
+        read = kimi.prompts.read([{"role": "user", "content": [first, words("and"), second]}], images, thinking=False)
         return kimi.runner.logits(read.ids, kimi.prompts.spans(read))[-1]
 
-    there, back = scores(SMALL, LARGE), scores(LARGE, SMALL)
-    np.testing.assert_array_equal(scores(SMALL, LARGE, images=[LARGE]), there)
+    there, back = scores(part(SMALL), part(LARGE)), scores(part(LARGE), part(SMALL))
+    for ways in ((part(SMALL), bare, LARGE), (bare, part(LARGE), SMALL), (bare, bare, SMALL, LARGE)):
+        np.testing.assert_array_equal(scores(*ways), there)
     assert np.abs(there - back).max() > 0.01
 
 
