@@ -43,7 +43,8 @@ def need_of(config: KimiConfig, layout: Layout, device: Device, context: int) ->
       LayoutError: the layout cannot place the model.
     """
     context = min(context, config.max_positions)
-    found = plan(config, layout, device, context, kv_dtype="bfloat16")
+    vision = "off" if config.vision is None else "replicated"
+    found = plan(config, layout, device, context, kv_dtype="bfloat16", vision=vision)
     stored = text_parameters(config, Precision())
     sizes = [spec.nbytes for spec in stored.values()]
     files = sum(sizes) + sum(spec.nbytes for spec in vision_arrays(config, Precision()).values())

@@ -62,7 +62,8 @@ def plan(
       experts: how routed experts are kept (see ``Precision``); as ``load`` would on the device where omitted.
       fp8: projections held in FP8: ``none``, ``ptpc``, or groups such as ``ptpc+latent+router+head``
         (quant/fp8_policy.py).
-      vision: ``off`` as the text engine loads, ``replicated``, or ``split`` over the devices that share the heads.
+      vision: ``off`` for text alone (``load(vision=False)``), ``replicated`` as ``load`` has it, or ``split`` over the devices that
+        share the heads.
       draft: a published draft to count (``k3-mla``, ``k3.1-gqa``, ``k3.1-mla``) or its sizes.
       draft_place: ``split`` cuts the draft's heads and MLPs, ``replicated`` keeps them whole.
       prefill_chunk: most prompt tokens of one call; decides the scratch of Attention Residuals.
