@@ -228,6 +228,7 @@ def load(
     prefill_chunk: int = 512,
     decode_block: int = 16,
     fp8: str | None = None,
+    index_dtype: str | None = None,
     progress: Progress = silent,
 ) -> Kimi:
     """Reads a checkpoint straight into its place on the mesh.
@@ -249,6 +250,7 @@ def load(
       decode_block: decode steps between two reads by the host.
       fp8: projections that are re-quantised to FP8 while they are read: ``ptpc``, the published treatment, or groups as ``plan``
         takes them; none where omitted.
+      index_dtype: form of the index keys of K3.1 Pro: ``bfloat16``, ``float32``, ``fp8`` or ``mxfp4``; ``dtype`` where omitted.
       progress: called with each parameter's name and bytes as it lands.
 
     Raises:
@@ -270,7 +272,7 @@ def load(
     platform = platform_of(mesh.devices.flat[0])
     impls = _implementations(impl, platform)
     # kernels read what a GPU holds, wherever they run
-    precision = choose_precision(dtype, kv_dtype, "gpu" if impls.kernels else platform, experts)
+    precision = choose_precision(dtype, kv_dtype, "gpu" if impls.kernels else platform, experts, index_dtype)
     precision = replace(precision, fp8=_treatment(fp8, mesh.devices.flat[0]))
     steps = Steps(config, placed, mesh, precision, capacity, decode_block, impls)
     _refuse_unbuilt(config, placed)

@@ -42,6 +42,11 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         "--kv-dtype", "--kv-cache-dtype", "--kv_cache_dtype", dest="kv_dtype", help="bfloat16, float32 or fp8"
     )
     parser.add_argument(
+        "--index-dtype",
+        default=None,
+        help="index keys of K3.1 Pro: bfloat16, float32, fp8 or mxfp4 (default: as --dtype)",
+    )
+    parser.add_argument(
         "--max-seq-len",
         "--max-model-len",
         dest="max_seq_len",
@@ -128,6 +133,7 @@ def load_model(args: argparse.Namespace) -> "Kimi":
         "layout": layout,
         "dtype": args.dtype,
         "kv_dtype": args.kv_dtype,
+        "index_dtype": args.index_dtype,
         "draft": args.draft,
         "max_seq_len": args.max_seq_len,
         "experts": args.experts,

@@ -47,6 +47,15 @@ class Instruction:
         return found[1] if found else None
 
     @property
+    def branches(self) -> tuple[str, ...]:
+        """Computations that a conditional chooses between."""
+        found = re.search(r"\bbranch_computations=\{([^}]*)\}", self.rest)
+        if found:
+            return tuple(name.strip().lstrip("%") for name in found[1].split(","))
+        both = (self.attribute("true_computation"), self.attribute("false_computation"))
+        return tuple(name for name in both if name)
+
+    @property
     def op_name(self) -> str:
         """What JAX called the operation that it came from; empty where the compiler made it up."""
         found = re.search(r'op_name="((?:[^"\\]|\\.)*)"', self.rest)

@@ -1,8 +1,9 @@
 """Bytes that a compiled step reads and writes, so that a weight read twice or a result written for nothing shows.
 
-Every scheduled instruction reads what it is given and writes its result, the body of a loop once. Of what it only picks
-rows from, or updates in place, it touches those rows: the compiler's own slices say how many, for a kernel the caller
-must. What a kernel reads more often than once, and what caches save, is not in the program's text.
+Every scheduled instruction reads what it is given and writes its result: the body of a loop once, all branches of a
+choice. Of what it only picks rows from, or updates in place, it touches those rows: the compiler's own slices say how
+many, for a kernel the caller must. What a kernel reads more often than once, and what caches save, is not in the
+program's text.
 """
 
 from __future__ import annotations
@@ -104,7 +105,7 @@ def moved(program: Program, expected: Expected, part_of: Callable[[Instruction],
         loops += sum(instruction.opcode == "while" for instruction in body)
         sizes = {instruction.name: instruction.bytes for instruction in body}
         for instruction in body:
-            if instruction.opcode in (*PASSING, *FREE) or instruction.opcode.endswith("-done"):
+            if instruction.opcode in (*PASSING, *FREE, "conditional") or instruction.opcode.endswith("-done"):
                 continue
             for argument, size, is_read in _touched(program, instruction, sizes, arguments, expected.touch):
                 parts[part_of(instruction)] += size
@@ -130,13 +131,16 @@ def moved(program: Program, expected: Expected, part_of: Callable[[Instruction],
 
 
 def _computations(program: Program, computation: str, depth: int) -> Iterator[str]:
-    """Those of the loops that lie ``depth`` deep or deeper."""
+    """Those of the loops that lie ``depth`` deep or deeper, and of what either of them chooses between."""
     if depth <= 0:
         yield computation
     for instruction in program.computations[computation]:
         if instruction.opcode == "while":
             for key in ("condition", "body"):
                 yield from _computations(program, instruction.attribute(key) or "", depth - 1)
+        elif instruction.opcode == "conditional":
+            for branch in instruction.branches:
+                yield from _computations(program, branch, depth)
 
 
 def _touched(

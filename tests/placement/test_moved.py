@@ -1,5 +1,7 @@
 """Bytes that a step reads and writes: small programs by hand, in the form that the compiler prints."""
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from kimi_jax.placement.flow import updated_in_place
@@ -150,3 +152,13 @@ def test_updates_in_place(name, updated):
     program = read()
     found = next(each for each in program.instructions if each.name == name)
     assert updated_in_place(program, found) == updated
+
+
+def test_every_branch_of_a_choice_counts():
+    # red when what a condition guards is left out, or the choice itself reads all that its branches are given
+    def step(few, cache):
+        return jax.lax.cond(few, lambda: cache[:4].sum(), lambda: jnp.sort(cache[-8:])[0])
+
+    text = jax.jit(step).lower(True, jnp.zeros(1 << 20)).compile().as_text()
+    found = moved(parse(text), Expected(1.0, lambda _: Touch()), lambda _: "", depth=0)
+    assert 4 * (4 + 8) <= found.bytes < 1000
