@@ -179,18 +179,9 @@ def _images(model: "Kimi", limits: "ImageLimits") -> "Images | None":
 
 
 def _image_limits(args: argparse.Namespace) -> "ImageLimits":
-    """Bounds of images; refuses what no server could do."""
-    from kimi_jax.media.limits import PILLOW_PIXELS
+    """Bounds of images, which :func:`_limits` has checked."""
     from kimi_jax.serve.limits import ImageLimits
 
-    _check_bounds(
-        ("--max-images", args.max_images, 1, 1024),
-        ("--max-image-bytes", args.max_image_bytes, 1024, 1 << 32),
-        ("--max-image-pixels", args.max_image_pixels, 1, PILLOW_PIXELS),
-        ("--image-timeout", args.image_timeout, 0.1, 1e4),
-        ("--image-threads", args.image_threads, 1, 64),
-        ("--image-memory", args.image_memory, 1 << 20, 1 << 42),
-    )
     of_one = {"bytes": args.max_image_bytes, "pixels": args.max_image_pixels, "seconds": args.image_timeout}
     chosen = {"images": args.max_images, "threads": args.image_threads, "memory_bytes": args.image_memory}
     limits = ImageLimits()
@@ -199,6 +190,7 @@ def _image_limits(args: argparse.Namespace) -> "ImageLimits":
 
 def _limits(args: argparse.Namespace) -> "Limits":
     """Bounds of requests; refuses, before a model is loaded, what no server could do."""
+    from kimi_jax.media.limits import PILLOW_PIXELS
     from kimi_jax.serve.limits import Limits
 
     more = []
@@ -215,6 +207,12 @@ def _limits(args: argparse.Namespace) -> "Limits":
         ("--max-body-bytes", args.max_body_bytes, 1024, 1 << 32),
         ("--request-timeout", args.request_timeout, 1, 1e6),
         ("--drain-timeout", args.drain_timeout, 0, 1e6),
+        ("--max-images", args.max_images, 1, 1024),
+        ("--max-image-bytes", args.max_image_bytes, 1024, 1 << 32),
+        ("--max-image-pixels", args.max_image_pixels, 1, PILLOW_PIXELS),
+        ("--image-timeout", args.image_timeout, 0.1, 1e4),
+        ("--image-threads", args.image_threads, 1, 64),
+        ("--image-memory", args.image_memory, 1 << 20, 1 << 42),
         more=more,
     )
     return _replaced(

@@ -8,6 +8,7 @@ import pytest
 import kimi_jax.serve
 from kimi_jax.cli import main as cli
 from kimi_jax.cli import serve
+from kimi_jax.serve.limits import ImageLimits
 
 
 class Asked(Exception):
@@ -48,6 +49,9 @@ def parsed(monkeypatch):
         ("--gpu-memory-utilization 0.8", "gpu_memory_utilization", 0.8),
         ("--gpu_memory_utilization 0.8", "gpu_memory_utilization", 0.8),
         ("--block-size 128", "block_size", 128),
+        ("--max_images 4", "max_images", 4),
+        ("--fetch-images", "fetch_images", True),
+        ("--no-vision", "vision", False),
         ("--enable-prefix-caching", "enable_prefix_caching", True),
         ("--enable_prefix_caching", "enable_prefix_caching", True),
         ("--no-enable-prefix-caching", "enable_prefix_caching", False),
@@ -70,6 +74,12 @@ def test_spellings(parsed, words, name, value):
         ("--gpu-memory-utilization nan", "--gpu-memory-utilization nan"),
         ("--request-timeout 0", "--request-timeout 0"),
         ("--max-body-bytes 5", "--max-body-bytes 5"),
+        ("--max-images 0", "--max-images 0; it must be from 1 to 1,024"),
+        ("--max-image-bytes 5", "--max-image-bytes 5"),
+        ("--max-image-pixels 100000000", "--max-image-pixels 100000000; it must be from 1 to 89,478,485"),
+        ("--image-timeout 0", "--image-timeout 0"),
+        ("--image-threads 0", "--image-threads 0"),
+        ("--image-memory 1000", "--image-memory 1000"),
         ("one --model two", "MODEL is one and --model is two"),
         ("--api-key-file /nowhere", "/nowhere"),
     ],
@@ -89,8 +99,8 @@ def test_a_port_that_is_taken(monkeypatch, capsys):
 
 
 def test_every_problem_at_once(capsys):
-    assert cli.main(["serve", "--port", "-1", "--block-size", "0"]) == 2
-    assert "2 problems" in capsys.readouterr().err
+    assert cli.main(["serve", "--port", "-1", "--block-size", "0", "--max-images", "0"]) == 2
+    assert "3 problems" in capsys.readouterr().err
 
 
 def test_keys(tmp_path, capsys):
@@ -113,3 +123,13 @@ def test_without_the_extra(monkeypatch, capsys):
     assert cli.main(["serve"]) == 2
     said = capsys.readouterr().err
     assert "uvicorn is not installed" in said and "pip install 'kimi-jax[serve]'" in said
+
+
+def test_limits_of_images():
+    # red when a limit that an operator chose is not the server's
+    words = "--max-images 3 --max-image-bytes 5000 --max-image-pixels 6000 --image-timeout 7 --image-threads 8"
+    args = cli._parser("serve").parse_args(["serve", *words.split(), "--image-memory", "9000000"])
+    found = serve._image_limits(args)
+    assert (found.images, found.threads, found.memory_bytes) == (3, 8, 9_000_000)
+    assert (found.picture.bytes, found.picture.pixels, found.picture.seconds) == (5000, 6000, 7)
+    assert serve._image_limits(cli._parser("serve").parse_args(["serve"])) == ImageLimits()
