@@ -1,3 +1,4 @@
+from dataclasses import replace
 from functools import cache, partial
 from typing import NamedTuple
 
@@ -7,11 +8,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from kimi_jax.cache import KdaCache, MlaCache, describe, reset, write_rows
+from kimi_jax.cache import KdaCache, MlaCache, describe, describe_slots, reset, write_keys, write_rows
 from kimi_jax.config import load_config, parse
+from kimi_jax.ops.indexer.keys import decode
 from kimi_jax.ops.norm import rms_norm
+from kimi_jax.placement.axes import ArraySpec
 from kimi_jax.precision import Precision, choose_precision
-from kimi_jax.testing.configs import config_json
+from kimi_jax.testing.configs import config_json, with_indexer
 
 
 class Norm(NamedTuple):
@@ -169,3 +172,43 @@ class TestReset:
                 np.testing.assert_array_equal(new[2], old[2])
                 if isinstance(after, KdaCache):
                     assert not np.asarray(new[:2], np.float32).any()  # red (NaN) when cleared by a product with 0
+
+
+class TestWriteKeys:
+    """Index keys and their scales, in every format, where the latent rows of the same tokens lie."""
+
+    @staticmethod
+    def caches(form, paged):
+        config = parse(with_indexer(config_json("tiny"), index_head_dim=32))
+        precision = replace(choose_precision("float32"), index=form)
+        described = (
+            describe_slots(config, 2, 6, 4, 0, precision).layers if paged else describe(config, 2, 12, precision)
+        )
+        entry = next(entry for entry in described if isinstance(entry, MlaCache))
+        return jax.tree.map(
+            lambda s: jnp.zeros(s.shape, s.dtype), entry.index, is_leaf=lambda s: isinstance(s, ArraySpec)
+        )
+
+    @pytest.mark.parametrize("paged", [False, True], ids=["rows", "pages"])
+    @pytest.mark.parametrize("form", ["float32", "bfloat16", "fp8", "mxfp4"])
+    def test_keys_land_where_rows_do(self, form, paged):
+        # red when a scale is written elsewhere than its key, padding is written, or a page of another sequence is
+        index = self.caches(form, paged)
+        pages = jnp.array([[4, 0, 2], [1, 5, 3]], jnp.int32) if paged else None
+        keys = np.random.default_rng(0).normal(size=(2, 5, 32)).astype(np.float32) * 9
+        write = jax.jit(write_keys)
+        once = write(index, keys, jnp.array([6, 0]), jnp.array([5, 3]), pages=pages)
+        twice = index
+        for start, count in (((6, 0), (2, 0)), ((8, 0), (3, 3))):
+            shifted = np.stack([np.roll(keys[0], 6 - start[0], axis=0), keys[1]])
+            twice = write(twice, shifted, jnp.array(start), jnp.array(count), pages=pages)
+        jax.tree.map(np.testing.assert_array_equal, once, twice)
+        held = np.asarray(decode(once))
+        whole = held[np.asarray(pages)].reshape(2, 12, 32) if paged else held
+        expected = np.zeros_like(whole)
+        expected[0, 6:11], expected[1, :3] = keys[0], keys[1, :3]
+        limit = {"float32": 0, "bfloat16": 2**-8, "fp8": 2**-3, "mxfp4": 0.5}[form] * np.abs(keys).max()
+        assert np.abs(whole - expected).max() <= limit
+        assert not whole[expected == 0].any()
+        sizes = {"float32": 128, "bfloat16": 64, "fp8": 36, "mxfp4": 17}
+        assert sum(array.nbytes for array in once if isinstance(array, jax.Array)) == sizes[form] * 24
