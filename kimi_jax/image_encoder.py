@@ -19,7 +19,7 @@ from kimi_jax.media.picture import Picture
 from kimi_jax.media.prompt import Span
 from kimi_jax.media.rows_cache import RowsCache
 from kimi_jax.media.settings import Settings, load_settings
-from kimi_jax.media.source import Found, from_file, from_url
+from kimi_jax.media.source import Found, from_file, from_url, is_url
 from kimi_jax.vision_steps import TowerCall, VisionSteps
 
 ROWS_BYTES = 1 << 30
@@ -71,7 +71,7 @@ class ImageEncoder:
         deadline = self.limits.deadline()
         if isinstance(image, bytes):
             found = Found(image)
-        elif isinstance(image, str) and image[:8].partition(":")[0].lower() in ("data", "http", "https"):
+        elif isinstance(image, str) and is_url(image):
             found = from_url(image, self.limits, deadline, self.rules)
         elif isinstance(image, str | os.PathLike):
             found = from_file(image, self.limits)

@@ -5,7 +5,7 @@ import base64
 from pathlib import Path
 
 from kimi_jax.media.limits import Limits
-from kimi_jax.media.source import from_file
+from kimi_jax.media.source import from_file, is_url
 
 _MAGIC = {b"\x89PNG": "image/png", b"\xff\xd8\xff": "image/jpeg", b"GIF8": "image/gif", b"RIFF": "image/webp"}
 """First bytes of a file -> media type."""
@@ -26,10 +26,10 @@ def image_problems(args: argparse.Namespace) -> list[str]:
     """What no model could do about the images of a command line."""
     problems = []
     for given in args.image:
-        scheme = given[:8].partition(":")[0].lower()
-        if scheme in ("http", "https") and not args.fetch_images:
+        remote = is_url(given) and not given[:5].lower().startswith("data:")
+        if remote and not args.fetch_images:
             problems.append(f"--image {given[:60]} lies on another machine; --fetch-images allows to ask for it")
-        elif scheme not in ("http", "https", "data") and not Path(given).is_file():
+        elif not is_url(given) and not Path(given).is_file():
             problems.append(f"--image {given[:200]}: no such file")
     if args.image and not args.vision:
         problems.append("--image needs the vision tower, and --no-vision leaves it out")
@@ -42,7 +42,7 @@ def as_url(given: str) -> str:
     Raises:
       MediaError: the file cannot be read, or is too large.
     """
-    if given[:8].partition(":")[0].lower() in ("http", "https", "data"):
+    if is_url(given):
         return given
     data = from_file(given, Limits()).data
     kind = next((kind for magic, kind in _MAGIC.items() if data.startswith(magic)), "application/octet-stream")

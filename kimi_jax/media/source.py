@@ -25,6 +25,11 @@ class Found(NamedTuple):
     claimed: str | None = None
 
 
+def is_url(text: str) -> bool:
+    """Whether a word that may also be a path is a URL of a picture."""
+    return text[:6].lower().startswith(("data:", "http:", "https:"))
+
+
 def from_url(url: str, limits: Limits, deadline: Deadline, rules: FetchRules | None = None) -> Found:
     """The file behind the URL of an image part.
 

@@ -9,6 +9,7 @@ import pytest
 
 from kimi_jax import api
 from kimi_jax.cli.chat import Chat
+from kimi_jax.cli.images import as_url
 from kimi_jax.cli.main import main
 from kimi_jax.completion import Completion
 from kimi_jax.image_encoder import ImageEncoder
@@ -78,6 +79,14 @@ class TestGenerate:
             main(["generate", "--prompt", "x", "--image", "https://example.com/a.png", "--fetch-images", "--json"]) == 0
         )
         assert asked["load"]["fetch_images"] is True  # red when the flag goes nowhere
+
+
+def test_a_file_may_be_called_data(tmp_path, monkeypatch):
+    # red when it is taken for a URL
+    (tmp_path / "data").write_bytes(png(40, 30))
+    monkeypatch.chdir(tmp_path)
+    assert as_url("data").startswith("data:image/png;base64,")
+    assert as_url("HTTP://a") == "HTTP://a"
 
 
 class TestChat:
