@@ -9,11 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 
 from kimi_jax.ops.context import merge
+from kimi_jax.ops.context import rows as rows_of_all
 from kimi_jax.ops.context.ownership import Dealt, in_order, own_columns, own_rows
 from kimi_jax.ops.indexer import api as indexer
 from kimi_jax.ops.mla import api as mla
+from kimi_jax.placement.collectives import Parallel
 
 WAYS = list(product((2, 4, 8), (1, 2)))
 LATENT = 24
@@ -171,3 +174,35 @@ def test_joined_rows_come_in_the_order_of_positions(parts, run):
     dealt, columns = Dealt(parts, run), 3 * run
     joined = np.stack([dealt.position(np.arange(columns), rank) for rank in range(parts)])[None]
     np.testing.assert_array_equal(in_order(joined, dealt)[0], np.arange(parts * columns))
+
+
+@pytest.mark.parametrize("page", [None, 4])
+def test_rows_of_all_devices_in_blocks(monkeypatch, page):
+    # red when a block lands where its columns are counted, a page of another sequence is read, rows come rank by rank,
+    # or more blocks are asked for than the longest sequence has
+    monkeypatch.setattr(rows_of_all, "BLOCK", 32)  # two pages of a device, of ten columns
+    parts, run, columns, width = 4, 2, 20, 3
+    dealt = Dealt(parts, run)
+    mesh = jax.make_mesh((parts,), ("t",), axis_types=(jax.sharding.AxisType.Auto,))
+    parallel = Parallel((("t", parts),), (("sequence", ("t",)),), run)
+    where = np.concatenate([dealt.position(np.arange(columns), rank) for rank in range(parts)])
+    held = np.stack([where, where + 1]) % 16  # exact in eight bits
+    table = np.zeros((2, 0), np.int32)
+    if page is not None:
+        table = np.random.default_rng(0).permutation(2 * columns // page).reshape(2, -1).astype(np.int32)
+        pool = np.empty((2 * columns // page, parts, page))
+        pool[table] = held.reshape(2, parts, -1, page).swapaxes(1, 2)
+        held = pool.reshape(len(pool), -1)
+    cache = jnp.asarray(np.repeat(held[..., None], width, axis=-1), jnp.float8_e4m3fn)
+
+    def gather(cache, table, lengths):
+        return rows_of_all.gather_rows(cache, lengths, dealt, parallel, None if page is None else table)
+
+    specs = (PartitionSpec(None, "t", None), PartitionSpec(), PartitionSpec())
+    found = jax.jit(jax.shard_map(gather, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(), check_vma=False))
+    whole = (np.arange(parts * columns) + np.arange(2)[:, None]) % 16
+    for longest, brought in ((75, parts * columns), (61, 64)):
+        got = np.asarray(found(cache, table, np.array([5, longest], np.int32))).astype(np.float32)
+        assert got.shape == (2, parts * columns, width)
+        np.testing.assert_array_equal(got[:, :brought], np.repeat(whole[:, :brought, None], width, axis=-1))
+        assert not got[:, brought:].any()
