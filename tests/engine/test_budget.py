@@ -13,6 +13,7 @@ from kimi_jax.placement.layout import load_layout
 from kimi_jax.placement.mesh import abstract_mesh
 from kimi_jax.planning.plan import plan
 from kimi_jax.precision import LATENTS, choose_precision
+from kimi_jax.vision_steps import VisionSteps, call_bytes
 from tests.parity import quick
 
 GIB = 1 << 30
@@ -43,6 +44,18 @@ class TestK3:
         counts = 5 * load_config("k3").vocab // 8  # a bool and an int32 for every id of this device
         assert one.slot == states + counts
         assert one.scratch == found.state["attn_res"].per_device
+
+    def test_a_tower_takes_its_part(self):
+        # red when pages are dealt where the tower lies, or works
+        made = k3()
+        vision = made.config.vision
+        tower = VisionSteps(vision, made.layout, made.mesh, made.precision)
+        one, seeing = (budget.costs(made, 64, 8192, given) for given in (None, tower))
+        with_vision = plan("k3", "tp8", "mi355x", context=8192, prefill_chunk=8192, vision="replicated").sizes
+        assert seeing.weights == with_vision.weight_bytes
+        assert seeing.scratch == call_bytes(vision, made.layout, 67_584) > one.scratch
+        asked = {"device_bytes": load_device("mi355x").hbm_bytes, "share": 0.93}
+        assert budget.engine_limits(made, **asked, tower=tower).pages < budget.engine_limits(made, **asked).pages
 
     def test_sizes_fill_the_share_of_the_memory(self):
         asked = {"slots": 64, "chunk": 2048, "device_bytes": load_device("mi355x").hbm_bytes, "share": 0.93}
