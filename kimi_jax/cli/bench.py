@@ -1,6 +1,6 @@
 """``kimi-jax bench``: prefill and decode speed, beside the bytes moved, the machine's bound, and the share of it reached.
 
-``kimi-jax bench serve`` measures a server: `bench_serve`.
+``kimi-jax bench serve`` measures a server: `bench_serve`. ``kimi-jax bench spec`` compares with and without a draft: `bench_spec`.
 ``kimi-jax bench quality`` compares forms of one model: `bench_quality`.
 """
 
@@ -10,7 +10,7 @@ import re
 import sys
 from typing import TYPE_CHECKING, Any
 
-from kimi_jax.cli import bench_quality, bench_serve
+from kimi_jax.cli import bench_quality, bench_serve, bench_spec
 from kimi_jax.cli.model_args import ArgumentError, add_model_arguments, load_model, refuse_draft
 from kimi_jax.testing.shipped import BENCH_MODELS
 
@@ -35,8 +35,9 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--new-tokens", type=int, default=64, help="decode steps of one measured run")
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
-    measured = parser.add_subparsers(dest="measured", metavar="serve|quality", title="other measurements")
+    measured = parser.add_subparsers(dest="measured", metavar="serve|spec|quality", title="other measurements")
     bench_serve.add_parser(measured)
+    bench_spec.add_parser(measured)
     bench_quality.add_parser(measured)
 
 
@@ -44,6 +45,8 @@ def run(args: argparse.Namespace) -> int:
     """Measures and prints one row per test."""
     if args.measured == "serve":
         return bench_serve.run(args)
+    if args.measured == "spec":
+        return bench_spec.run(args)
     if args.measured == "quality":
         return bench_quality.run(args)
     tests = [_parse(test) for test in args.tests.split(",")]

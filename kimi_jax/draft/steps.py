@@ -4,7 +4,7 @@ Prompts are run by the target as before; their tapped vectors become context row
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -55,6 +55,10 @@ class DraftedSteps(Steps):
     @cached_property
     def _draft_graph(self) -> nnx.GraphDef[Dspark]:
         return nnx.split(Dspark(self.drafter.sizes, self.precision, self.drafter.rope, self.parallel))[0]
+
+    def without_draft(self) -> Steps:
+        """The programs of the target alone."""
+        return Steps(**{part.name: getattr(self, part.name) for part in fields(Steps)})
 
     @property
     def taps(self) -> Taps:

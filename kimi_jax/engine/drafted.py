@@ -6,12 +6,20 @@ from dataclasses import replace
 import jax
 
 from kimi_jax.draft.speculate import DraftedCache
+from kimi_jax.draft.steps import PREFIX, DraftedSteps
 from kimi_jax.engine.request import DraftCounts, Event, Request
 from kimi_jax.engine.runner import Batch, Runner
 
 
 class DraftedRunner(Runner):
     """Runs batches of a model with a draft (``draft.steps.DraftedSteps``)."""
+
+    def without_draft(self) -> Runner:
+        """The target alone, over the same arrays."""
+        steps = self.steps
+        assert isinstance(steps, DraftedSteps)
+        params = {name: array for name, array in self.params.items() if not name.startswith(PREFIX)}
+        return Runner(steps.without_draft(), params, self.allowed, self.chunk)
 
     def open(self, requests: Sequence[Request]) -> "DraftedBatch":
         return DraftedBatch(self, list(requests))

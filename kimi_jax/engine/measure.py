@@ -5,12 +5,13 @@ choice reaches the host before the next one starts.
 """
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
 import numpy as np
 
-from kimi_jax.engine.request import Request, check_ids
+from kimi_jax.engine.request import DraftCounts, Request, check_ids
 from kimi_jax.engine.runner import Runner
 
 
@@ -77,3 +78,44 @@ def time_decode(runner: Runner, rows: int, context: int, steps: int, repeats: in
 
     first = once()
     return Timing(first, tuple(once() for _ in range(repeats)), steps * rows)
+
+
+def time_answers(
+    runner: Runner, prompts: Sequence[Sequence[int]], tokens: int, temperature: float, repeats: int
+) -> tuple[Timing, list[list[int]], DraftCounts | None]:
+    """Answers of ``tokens`` ids each, all at once, prefill not counted; nothing ends one early.
+
+    Unlike :func:`time_decode` the model goes on from what it has drawn: drafts are about that.
+
+    Returns:
+      The times, the ids of the last run, and what became of its drafts.
+    """
+    requests = [Request(list(prompt), tokens, temperature, seed=place) for place, prompt in enumerate(prompts)]
+    ids: list[list[int]] = []
+    counts: dict[int, DraftCounts] = {}
+
+    def once() -> float:
+        ids[:] = [[] for _ in requests]
+        session, began = runner.open(requests), 0.0
+        try:
+            while session.open_rows:
+                for event in session.news():
+                    ids[event.request] += [] if event.token is None else [event.token]
+                    if event.drafts is not None:
+                        counts[event.request] = event.drafts
+                began = began or time.perf_counter()
+                if session.open_rows:
+                    session.decode()
+        finally:
+            session.close()
+        return time.perf_counter() - began
+
+    first = once()
+    timing = Timing(first, tuple(once() for _ in range(repeats)), sum(map(len, ids)) - len(ids))
+    return timing, list(ids), _joined(list(counts.values()))
+
+
+def _joined(counts: list[DraftCounts]) -> DraftCounts | None:
+    if not counts:
+        return None
+    return DraftCounts(sum(c.verified for c in counts), tuple(map(sum, zip(*(c.stayed for c in counts), strict=True))))

@@ -26,7 +26,7 @@ def drafted(name: str, layout: str = "single", rule: str = "block") -> tuple[Dra
 
 def runner(name: str, layout: str = "single", rule: str = "block") -> DraftedRunner:
     steps, params = drafted(name, layout, rule)
-    return DraftedRunner(steps, params, np.ones(steps.config.vocab, bool), 16)
+    return DraftedRunner(steps, params, np.ones(steps.config.vocab, bool), WIDTH)
 
 
 def plain(layout: str = "single") -> Kimi:

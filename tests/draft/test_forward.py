@@ -1,4 +1,4 @@
-"""Taps, context, draft pass, verification and rollback against the golden data, on one device and on several."""
+"""Taps of the target, verification of a block, and the target's state after part of it, against the golden data."""
 
 from functools import cache
 
@@ -10,20 +10,20 @@ from jax.sharding import PartitionSpec
 
 from kimi_jax.cache import KdaCache
 from kimi_jax.draft.speculate import Seeded, book_block, commit
-from tests.draft.golden import NAMES, case
+from tests.draft.golden import case
 from tests.draft.models import WIDTH, arguments, drafted, rows_at
 from tests.parity.light import light_compilation as light_compilation
 
 pytestmark = pytest.mark.usefixtures("light_compilation")
 
 CASES = range(4)
-HIDDEN, CONF, STATE = 1e-4, 1e-5, 2e-5
+HIDDEN, STATE = 1e-4, 2e-5
 
 
 @cache
-def passes(name: str, layout: str = "single"):
+def passes(name: str):
     """All golden prompts as one batch: the tapped prompt, a draft, its verification, and the draft after the commit."""
-    steps, params = drafted(name, layout)
+    steps, params = drafted(name)
     wanted = [case(name, f"case{i}") for i in CASES]
     lengths = np.array([len(w["ids"]) for w in wanted], np.int32)
     ids = np.zeros((len(wanted), WIDTH), np.int32)
@@ -82,41 +82,26 @@ def close(got, wanted, tolerance):
     np.testing.assert_allclose(got, wanted, rtol=0, atol=tolerance)
 
 
-@pytest.mark.parametrize(("name", "layout"), [*((name, "single") for name in NAMES), ("gqa", "tp8")])
-def test_golden(name, layout):
-    # red with the other stream, a tap one layer off, another order, a context through input_layernorm, a wrong mask, positions one
-    # off, another rotation, mscale elsewhere, latent eps 1e-6, no bias, x_k for x_{k-1}; or when sharded parts are not summed
-    wanted, (taps, context, *_, seen), lengths = passes(name, layout)
-    hidden, base, drafted_, scores, verify_taps, verdict, emitted, counts, (again, next_) = seen
-    stream = drafted(name, layout)[0].drafter.stream
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gqa", "mla_yarn"])
+def test_golden(name):
+    # red with the other stream, a tap one layer off, another order, or a bank of blocks that reading changes; when the verification
+    # scores other ids than the drafted ones, or the step keeps another number of them
+    wanted, (taps, _, _, _, seen), lengths = passes(name)
+    _, _, drafts, scores, verify_taps, verdict, emitted, counts, (again, _) = seen
+    stream = drafted(name)[0].drafter.stream
     for row, (w, n) in enumerate(zip(wanted, lengths, strict=True)):
         close(taps[row, :n], w[f"taps_{stream}"], HIDDEN)
         close(verify_taps[row], w[f"verify_taps_{stream}"], HIDDEN)
-        close(context[row, :n], w["context"], HIDDEN)
-        close(hidden[row], w["hidden"], HIDDEN)
-        close(base[row], w["base"], HIDDEN)
-        close(drafted_.logits[row], w["logits"], HIDDEN)
-        assert drafted_.tokens[row].tolist() == w["tokens"].tolist()
-        close(drafted_.confidence[row], w["conf"], CONF)
         close(scores[row], w["target_logits"], HIDDEN)
+        assert drafts.tokens[row].tolist() == w["tokens"].tolist()
         assert int(verdict.kept[row]) == int(w["accepted"])
         assert verdict.tokens[row][emitted[row]].tolist() == w["committed"].tolist()
         assert int(counts[row]) == len(w["committed"])
         close(again[row], w["next_hidden"], HIDDEN)
-        assert next_.tokens[row].tolist() == w["next_tokens"].tolist()
-        close(next_.drafted.confidence[row], w["next_conf"], CONF)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_context_cache(name):
-    # red when keys are rotated before their norm, the latent follows the shared part, or a row lands one place off
-    wanted, (_, _, cache_, _, _), lengths = passes(name)
-    for layer, entry in enumerate(cache_.context):
-        got = np.stack(entry, axis=1)[1] if len(entry) == 2 else entry[0][1]
-        got = np.moveaxis(got, 0, 1) if len(entry) == 2 else got
-        close(got[: lengths[1]], wanted[1][f"cache{layer}"], HIDDEN)
-
-
+@pytest.mark.slow
 def test_target_state_after_rollback():
     # red when a or a + 2 rows are committed, the state of another row stays, or a convolution window is stale
     wanted, (_, _, _, committed, _), lengths = passes("gqa")
