@@ -14,7 +14,7 @@ from kimi_jax.testing.configs import SIZES, config_json
 from tests.conftest import FIXTURES
 
 K3 = json.loads((FIXTURES.parent.parent / "kimi_jax/configs/kimi-k3.json").read_text())
-K31_TINY = json.loads((FIXTURES / "k31-tiny-config.json").read_text())
+K31_TINY = json.loads((FIXTURES / "k31-tiny" / "config.json").read_text())
 
 
 def changed(values: dict[str, Any], **changes: Any) -> dict[str, Any]:
@@ -79,7 +79,7 @@ class TestFiles:
         assert config == load_config(k3_tiny / "config.json")
 
     def test_tiny_k31(self):
-        config = load_config(FIXTURES / "k31-tiny-config.json")
+        config = load_config(FIXTURES / "k31-tiny" / "config.json")
         assert config.indexer is not None and config.indexer.top_k == 8
         assert config.layers_of("mla") == (3, 7, 8)
 
