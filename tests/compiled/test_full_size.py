@@ -1,4 +1,4 @@
-"""Kimi-K3 at full size, compiled for eight MI355X and held against its budgets, through the command that a user types.
+"""Both models at full size, compiled for eight MI355X and held against their budgets, through the command that a user types.
 
 Each step has a process of its own: its peak of memory is its own, and the compiler builds every kernel anew.
 """
@@ -18,9 +18,12 @@ ROOT = Path(__file__).parents[2]
 QUICK = ("k3-tp8-decode-1", "k3-tp8-prefill-2048")
 """Budgets of the default test run."""
 
-SLOW = ("k3-tp8-lean-decode-1", "k3-ep8-decode-1")
+SLOW = ("k3-tp8-lean-decode-1", "k3-ep8-decode-1", "k31-tp8-decode-1")
 """Budgets that `scripts/test --all` holds too, in a minute and a half each. Those of eight sequences differ by the rows of the
 products alone; `kimi-jax compile --budget` holds them."""
+
+CONFIGS = {"k31": "k3.1-pro"}
+"""What the command calls a model whose name has the dash that parts a budget's."""
 
 HELD = 1 << 20
 """Tokens in the cache, of all sequences together."""
@@ -35,6 +38,7 @@ def arguments(budget: str) -> list[str]:
     """CONFIG-LAYOUT-PHASE-SIZE: what a budget's name says."""
     model, phase, size = budget.rsplit("-", 2)
     config, _, layout = model.partition("-")
+    config = CONFIGS.get(config, config)
     sized = ["--batch", size] if phase == "decode" else ["--prefill-chunk", size]
     # eight sequences of a million tokens do not fit beside the weights: they share them
     context = HELD // int(size) if phase == "decode" else HELD

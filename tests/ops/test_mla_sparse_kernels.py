@@ -5,6 +5,7 @@ from functools import cache, partial
 import hypothesis
 import hypothesis.strategies as st
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -22,8 +23,25 @@ def small_tiles():
         yield
 
 
+def slow(*values):
+    """Cases that add little to those beside them, and a program each."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 class TestSelected(SelectedContract):
     impl = "interpret"
+
+    @pytest.mark.parametrize("budget", [slow(1 << 28), 1])
+    def test_gather_is_mask(self, budget):
+        super().test_gather_is_mask(budget)
+
+    @pytest.mark.parametrize("dtype, tolerance", [slow(ml_dtypes.bfloat16, 2e-2), (ml_dtypes.float8_e4m3fn, 2e-2)])
+    def test_narrow_rows(self, dtype, tolerance):
+        super().test_narrow_rows(dtype, tolerance)
+
+    @pytest.mark.parametrize("parts", [2, slow(8)])
+    def test_parts_of_the_golden_rows(self, parts):
+        super().test_parts_of_the_golden_rows(parts)
 
 
 K, LENGTH = 100, 200

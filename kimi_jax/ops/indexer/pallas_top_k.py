@@ -126,7 +126,9 @@ def _round(
 
 def _ordered(score: Any) -> Any:
     """Signed integers in the order of the floats; -0.0 and 0.0 are one value."""
-    bits = jax.lax.bitcast_convert_type(jnp.where(score == 0, 0.0, score), jnp.int32)
+    bits = jax.lax.bitcast_convert_type(score, jnp.int32)
+    # told by bits: what a device does with subnormal numbers or the sign of a zero plays no part
+    bits = jnp.where(bits == NOTHING, 0, bits)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
