@@ -4,7 +4,6 @@ from functools import cache
 
 import numpy as np
 
-from kimi_jax.api import Kimi
 from kimi_jax.draft.attach import DraftOptions, attach
 from kimi_jax.draft.steps import DraftedSteps
 from kimi_jax.engine.drafted import DraftedRunner
@@ -27,10 +26,6 @@ def drafted(name: str, layout: str = "single", rule: str = "block") -> tuple[Dra
 def runner(name: str, layout: str = "single", rule: str = "block") -> DraftedRunner:
     steps, params = drafted(name, layout, rule)
     return DraftedRunner(steps, params, np.ones(steps.config.vocab, bool), WIDTH)
-
-
-def plain(layout: str = "single") -> Kimi:
-    return tiny(layout)
 
 
 def prefilled(steps: DraftedSteps, params: dict, prompts: list[list[int]]):

@@ -68,8 +68,17 @@ def close(got, wanted, tolerance=CLOSE):
     np.testing.assert_allclose(got, wanted, rtol=0, atol=tolerance)
 
 
-@pytest.mark.parametrize("layout", ["single", "tp8"])
-@pytest.mark.parametrize("name", NAMES)
+SLOW = [(name, layout) for name in NAMES for layout in ("single", "tp8")][2:5]  # mla alone and cut, mla_yarn alone
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        *(("gqa", layout) for layout in ("single", "tp8")),
+        ("mla_yarn", "tp8"),
+        *(pytest.param(*pair, marks=pytest.mark.slow) for pair in SLOW),
+    ],
+)
 def test_golden(name, layout):
     # red with a context through input_layernorm or without its norm, the other mask, positions one off, another rotation, mscale
     # elsewhere, latent eps 1e-6, latent and shared part swapped, keys rotated before their norm, kv heads tiled, W1 and W2 swapped,

@@ -201,6 +201,7 @@ def test_seeded_choices_have_the_law_of_the_target(rule):
     assert np.sum((seen - law * ROWS)[large] ** 2 / (law * ROWS)[large]) < 140
 
 
+@pytest.mark.slow
 def test_devices_change_nothing():
     # red when devices draw differently, a part of the draft is summed twice or not at all, or draws depend on the batch
     requests = [
