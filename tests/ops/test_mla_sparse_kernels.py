@@ -16,9 +16,9 @@ from tests.ops.sparse_contract import SelectedContract, choose, mask_form
 
 @pytest.fixture(autouse=True, scope="module")
 def small_tiles():
-    """Several shares, and several steps that join them, of a few hundred chosen rows."""
+    """Two shares of two tiles, and several steps that join shares."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sparse_split, "SHARE", 32)
+        patch.setattr(sparse_split, "SHARE", 64)
         patch.setattr(merge, "PARTS", 4)
         yield
 
@@ -45,7 +45,7 @@ class TestSelected(SelectedContract):
 
 
 K, LENGTH = 100, 200
-"""Chosen rows, three whole tiles and a part of one, of so many cached ones."""
+"""Chosen rows, three whole tiles and a part of one in two shares, of so many cached ones."""
 
 
 @cache
