@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from kimi_jax.engine.request import Request
+from tests.parity import k31
 from tests.parity.light import light_compilation as light_compilation
 from tests.parity.models import assert_logits, logits, prompt, tiny
 from tests.parity.quick import answers, ids, quick
@@ -27,3 +28,9 @@ def test_golden_scores():
 def test_goldens_under_a_layout():
     # Red when a kernel takes a shard for the whole.
     assert_logits(tiny("tp8-lean", impl="interpret", prefill_chunk=32).logits(prompt(3)), logits(3))
+
+
+@pytest.mark.slow
+def test_golden_scores_of_a_sparse_model(light_compilation):
+    # Red as above, and when a kernel chooses other positions, or attends to others than those chosen.
+    assert_logits(k31.tiny(impl="interpret").logits(k31.prompt(5)), k31.logits(5))
