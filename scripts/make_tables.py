@@ -32,12 +32,13 @@ BENCH = (
     "bench --model random-big --tests prefill512,decode1,decode8 --repeats 3",
 )
 COMPILED = {
-    budget: f"compile k3 --layout {layout} --target mi355x --phase {phase} --context 1048576 --batch 1 --budget {budget}"
-    for budget, layout, phase in (
-        ("k3-tp8-decode-1", "tp8", "decode"),
-        ("k3-tp8-prefill-2048", "tp8", "prefill"),
-        ("k3-tp8-lean-decode-1", "tp8-lean", "decode"),
-        ("k3-ep8-decode-1", "ep8", "decode"),
+    budget: f"compile {model} --layout {layout} --target mi355x --phase {phase} --context 1048576 --batch 1 --budget {budget}"
+    for budget, model, layout, phase in (
+        ("k3-tp8-decode-1", "k3", "tp8", "decode"),
+        ("k3-tp8-prefill-2048", "k3", "tp8", "prefill"),
+        ("k3-tp8-lean-decode-1", "k3", "tp8-lean", "decode"),
+        ("k3-ep8-decode-1", "k3", "ep8", "decode"),
+        ("k31-tp8-decode-1", "k3.1-pro", "tp8", "decode"),
     )
 }
 """File in docs/compiled -> the command whose --json it keeps."""
@@ -47,13 +48,12 @@ STEPS = {
     "k3-tp8-decode-1": "tp8",
     "k3-tp8-lean-decode-1": "tp8-lean",
     "k3-ep8-decode-1": "ep8",
+    "k31-tp8-decode-1": "K3.1 Pro, tp8",
 }
 """File in docs/compiled -> the step whose time is modelled."""
 
 KEPT = {
     **COMPILED,
-    "k31-tp8-decode-1": "compile k3.1-pro --layout tp8 --target mi355x --phase decode --context 1048576 --batch 1 "
-    "--budget k31-tp8-decode-1",
     "k3-tp8-decode-1-xla": "compile k3 --layout tp8 --target mi355x --phase decode --context 1048576 --batch 1 --impl reference",
 }
 """Every file in docs/compiled; the last takes five minutes or more."""
