@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from kimi_jax.ops.kda.inputs import Projected, Weights
+from kimi_jax.ops.linear.weights import Matrix
 from kimi_jax.problems import ProblemsError
 
 Axes = tuple[int | str, ...]
@@ -72,7 +73,7 @@ def check_attend(
     heads, dim = state.shape[1:3]
     rank, taps = weights.decay.shape[1], windows.shape[2] + 1
     every, filters = (rows, tokens, channels), (channels, 1, taps)
-    expected: dict[str, tuple[jax.Array, Axes]] = {
+    expected: dict[str, tuple[jax.Array | Matrix, Axes]] = {
         "v": (projected.v, (rows, tokens, heads * dim)),
         "q": (projected.q, every),
         "k": (projected.k, every),
@@ -97,7 +98,7 @@ def check_attend(
     _raise("kda.attend", [*problems, *_shapes(expected), *wide, *uneven, *_whole(lengths)])
 
 
-def _shapes(expected: Mapping[str, tuple[jax.Array, Axes]]) -> list[str]:
+def _shapes(expected: Mapping[str, tuple[jax.Array | Matrix, Axes]]) -> list[str]:
     return [
         f"{name} has shape {list(array.shape)}, not {list(shape)}"
         for name, (array, shape) in expected.items()
