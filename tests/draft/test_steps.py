@@ -188,8 +188,7 @@ def simulated(p, q, rule):
 
 @pytest.mark.parametrize("rule", ["token", "block"])
 def test_seeded_choices_have_the_law_of_the_target(rule):
-    # red when numbers belong to a place in the sequence and are used again after a rejection (block rule), when drafts and
-    # acceptance share them, or when y is drawn from p after a rejection: chi-square of 80 cells far above 140
+    # red when every step uses the same numbers, or the draft's again for the token after it: chi-square of 80 cells far above 140
     random = np.random.default_rng(3)
     p, q = (random.dirichlet(np.full(VOCAB, 0.8), VOCAB).astype(np.float32) for _ in range(2))
     out = np.asarray(simulated(p, q, rule))
