@@ -246,7 +246,7 @@ class TestUnderWay:
 
         async def scenario(app):
             crowd = [Call(app, CHAT, body(user(file((28, 28 * 100), colour)))) for colour in range(8)]
-            await until(lambda: images._turn.locked() and sum(call.task.done() for call in crowd) >= 4)
+            await until(lambda: images._turn.locked() and sum(call.task.done() for call in crowd) >= 3)
             held = images.room.bytes
             images.tower.go.set()
             return held, [await call.done() for call in crowd], await ask(app, CHAT, body(user(file())))
