@@ -5,7 +5,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-from kimi_jax.media.errors import BusyError
+from kimi_jax.media.errors import BusyError, MediaError
 from kimi_jax.media.fetch import PORTS, FetchRules
 from kimi_jax.media.limits import Deadline, Limits
 from kimi_jax.media.picture import Picture
@@ -26,7 +26,9 @@ class PictureReader:
       threads: pictures that are decoded at a time. Memory: about 10 bytes per pixel of ``limits`` for each.
       waiting: pictures that may wait beside those.
       fetchers: pictures that are waited for from other machines at a time; a slow machine keeps no decoder.
-      room: counts decoded pictures as long as anything holds them.
+      room: counts decoded pictures as long as anything holds them, each with the rows that it will become: what has been read
+        finds room for its rows.
+      row_bytes: of one row.
     """
 
     settings: Settings
@@ -36,6 +38,7 @@ class PictureReader:
     waiting: int = 64
     fetchers: int = 8
     room: Room | None = None
+    row_bytes: int = 0
     _seats: threading.BoundedSemaphore = field(init=False, repr=False)
     _pool: ThreadPoolExecutor = field(init=False, repr=False)
     _fetchers: ThreadPoolExecutor = field(init=False, repr=False)
@@ -87,5 +90,13 @@ class PictureReader:
         data, claimed = find(deadline)
         picture = prepare(data, self.settings, self.limits, deadline, claimed)
         if self.room is not None:
-            self.room.hold(picture, picture.patches.nbytes)
+            self._take(self.room, picture)
         return picture
+
+    def _take(self, room: Room, picture: Picture) -> None:
+        """Counts a picture, unless it is more than half of what all of them may take, or nothing is left."""
+        count, most = picture.patches.nbytes + picture.tokens * self.row_bytes, room.limit // 2
+        if count > most:
+            size = f"{picture.width:,} x {picture.height:,} pixels"
+            raise MediaError(f"its {size} take {count:,} bytes of the host as patches and rows; up to {most:,} work")
+        room.take(picture, count)

@@ -19,7 +19,7 @@ class Room:
 
     def __init__(self, limit: int, give_up: Callable[[], bool] = lambda: False) -> None:
         self.limit, self._give_up = limit, give_up
-        self._lock = threading.Lock()
+        self._lock, self._taking = threading.Lock(), threading.Lock()
         self._bytes = 0
         # what ends may end anywhere, in the middle of a count too: it is taken off later
         self._ended: deque[int] = deque()
@@ -37,6 +37,12 @@ class Room:
         with self._lock:
             self._bytes += count
         weakref.finalize(thing, self._ended.append, count).atexit = False
+
+    def take(self, thing: Any, count: int) -> None:
+        """As ``hold``, where that many bytes find room; raises BusyError as ``check``."""
+        with self._taking:  # between look and count nobody else looks
+            self.check(count)
+            self.hold(thing, count)
 
     def check(self, count: int) -> None:
         """Raises BusyError where so many more bytes find no room, whatever is given up for them."""

@@ -108,7 +108,7 @@ class Images:
           pump: of the engine.
 
         Raises:
-          ApiError: 503 without room for the rows; 500 for rows that are no numbers.
+          ApiError: 500, rows that are no numbers.
           EngineStopped: nothing more will come.
         """
         async with self._turn:
@@ -117,10 +117,6 @@ class Images:
             pictures.clear()
             waiting = list(missing.values())
             missing.clear()
-            try:
-                self.room.check(sum(picture.tokens for picture in waiting) * self._row_bytes)
-            except BusyError as error:
-                raise busy(error) from None
             while waiting:
                 some = self._next(waiting)
                 for number, found in await self._run(some, pump):
@@ -205,9 +201,11 @@ def make_images(encoder: "ImageEncoder", limits: ImageLimits) -> Images:
 
     kept = RowsCache(limits.memory_bytes // 2)
     room = Room(limits.memory_bytes, kept.give_up)
-    reader = PictureReader(encoder.settings, limits.picture, encoder.rules, limits.threads, limits.waiting, room=room)
     steps = encoder.steps
     row_bytes = encoder.config.text_hidden * steps.precision.activation.itemsize
+    reader = PictureReader(
+        encoder.settings, limits.picture, encoder.rules, limits.threads, limits.waiting, room=room, row_bytes=row_bytes
+    )
     return Images(encoder, reader, room, kept, limits.images, row_bytes, steps.packs * steps.buckets[-1])
 
 

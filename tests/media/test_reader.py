@@ -102,6 +102,10 @@ def test_pictures_take_room_as_long_as_they_live():
     assert room.bytes == first.patches.nbytes + second.patches.nbytes == room.limit
     with pytest.raises(BusyError, match=r"images fill the 9,408 bytes"):
         small.submit_bytes(file(2)).result()
+    wide = PictureReader(Settings(), threads=1, room=Room(room.limit), row_bytes=1)
+    with pytest.raises(MediaError, match=r"take 4,706 bytes of the host as patches and rows; up to 4,704 work"):
+        wide.submit_bytes(file(2)).result()
+    wide.close()
     del first
     assert small.submit_bytes(file(2)).result().width == 20
     small.close()

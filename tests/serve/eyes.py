@@ -60,7 +60,7 @@ def make_eyes(limits: Limits | None = None, *, most: int = 8, room: int = 64 << 
     """Eyes of the fake tower; ``tower`` and ``reader`` of what comes back are there for tests."""
     kept = RowsCache(room // 2)
     space, tower = Room(room, kept.give_up), FakeTower()
-    made = PictureReader(Settings(), limits or Limits(), room=space, **reader)
+    made = PictureReader(Settings(), limits or Limits(), room=space, row_bytes=WIDTH * 4, **reader)
     images = Images(tower, made, space, kept, most, WIDTH * 4, 4096)
     images.tower = tower  # pyright: ignore[reportAttributeAccessIssue]
     return images

@@ -240,7 +240,7 @@ class TestUnderWay:
         assert len(made.seen) == 1
 
     def test_no_room(self):
-        # red when pictures that wait for the tower have no bound, or never give their room back
+        # red when pictures that wait for the tower have no bound, keep one another from being seen, or never give their room back
         images, made = make_eyes(room=600_000), engine(answer=reply(ANSWER), slots=8)
         images.tower.go.clear()
 
@@ -252,8 +252,9 @@ class TestUnderWay:
             return held, [await call.done() for call in crowd], await ask(app, CHAT, body(user(file())))
 
         held, got, later = run(made, scenario, seeing(), images=images)
-        assert held <= 600_000 + 2 * 400 * 588  # two more may be in the decoders
-        assert {one.status for one in got} == {200, 503} and later.status == 200
+        assert held <= 600_000
+        assert sorted(one.status for one in got)[:2] == [200, 200] and {one.status for one in got} == {200, 503}
+        assert later.status == 200
 
     def test_rows_that_are_no_numbers(self):
         # red when the model is fed what is not finite, or the server ends of it
