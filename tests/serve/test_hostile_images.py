@@ -84,7 +84,7 @@ def test_sizes_at_the_edges():
     assert min(tall - one, flat - one) >= 255
     assert "it has 9,000 x 9,000 = 81,000,000 pixels, the limit is 67,108,864" in refusal(large)[0]
     assert "more than the limit of 67,108,864 pixels" in refusal(huge)[0]
-    assert "take 39.4 MB of the host as pixels and rows; up to 33.6 MB work" in refusal(wide)[0]
+    assert "take 39,405,888 bytes of the host as patches and rows; up to 33,554,432 work" in refusal(wide)[0]
     assert peak() - before < 400 << 20  # 64 million pixels of a byte, turned to three
 
 
