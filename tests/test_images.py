@@ -99,6 +99,7 @@ def test_company_on_other_devices():
     assert [answer.token_ids for answer in cut] == [answer.token_ids for answer in one]
 
 
+@pytest.mark.slow
 def test_the_same_picture_however_it_comes(tmp_path):
     # red when one way in decodes, sizes or places it differently
     kimi, file = joined(), tmp_path / "a.png"

@@ -37,6 +37,7 @@ def alone(prompt: list[int], tokens: int, **options) -> list[int]:
     return pool(filled=0.0).run(prompt, tokens, **options)
 
 
+@pytest.mark.slow
 def test_scores_are_those_of_a_cache_without_pages():
     # red when a row is written to or read from another page, page boundaries and all
     prompt, rows = ids(27), pool(seed=2)

@@ -129,6 +129,7 @@ class TestOutput:
         assert run("--prompt", "Hi", "--json")[0] == 1
         assert run("--prompt", "Hi")[0] == 1
 
+    @pytest.mark.slow
     def test_the_default_model_is_made_once(self, capsys, monkeypatch, tmp_path):
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
         monkeypatch.setitem(configs.SIZES, "tiny", SMALL)  # compiles faster; nothing else differs
@@ -292,6 +293,7 @@ class TestArguments:
         assert (stopped["token_ids"], stopped["finish_reason"]) == (numbers[:3], "stop")
         assert answer("--prompt", "a", "--raw", "--ignore-eos")["token_ids"] == numbers
 
+    @pytest.mark.slow
     def test_seeds(self, answer):
         hot = ["--prompt", "a", "--raw", "--temperature", "2", "--top-p", "0.99", "--top-k", "500"]
         first, again, other = (answer(*hot, "--seed", seed)["token_ids"] for seed in (1, 1, 2))

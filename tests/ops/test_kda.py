@@ -245,6 +245,7 @@ class KdaContract:
         auto, expected = self.run(case, "auto"), self.run(case, "recurrent" if tokens == 1 else "chunked")
         assert all(np.array_equal(a, b) for a, b in zip(auto, expected, strict=True))
 
+    @pytest.mark.slow
     def test_gradients(self):
         case = make(11, log_decay=-5.0, lengths=[TOKENS, 13, 0])
         case.f[0] = 1e4

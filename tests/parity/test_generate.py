@@ -45,12 +45,14 @@ def together() -> list[tuple[int, ...]]:
     return [answer.token_ids for answer in answers]
 
 
-@pytest.mark.parametrize("index", [0, 1, 2, 3, 4, *(pytest.param(long, marks=pytest.mark.slow) for long in (5, 6))])
+@pytest.mark.slow
+@pytest.mark.parametrize("index", range(7))
 def test_prompts_together_are_each_alone(index):
     # red when a row of a batch sees another's state, position, budget or padding
     assert together()[index] == alone(index)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("index", range(7))
 def test_first_drawn_id_is_the_best_of_the_golden_scores(index):
     # red when the last chunk of a long prompt is drawn from at another position

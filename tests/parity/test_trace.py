@@ -41,6 +41,7 @@ def error(got: np.ndarray, expected: np.ndarray) -> float:
     return float(np.abs(got - expected).max())
 
 
+@pytest.mark.slow
 def test_token_by_token_leaves_the_same_states(seen):
     # red when a call does not take up every state where the call before left it
     with trace.compiled_ops():

@@ -98,9 +98,10 @@ def test_golden_continuation():
     assert list(answer.token_ids) == tokens
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layout, width",
-    [("dcp2", 16), pytest.param("dcp8", 16, marks=pytest.mark.slow), pytest.param("dcp4", 1, marks=pytest.mark.slow)],
+    [("dcp2", 16), ("dcp8", 16), ("dcp4", 1)],
 )
 def test_golden_scores_over_chosen_rows(layout, width):
     # red when a device offers columns instead of positions, keys are dealt otherwise than rows, a device with few keys offers
@@ -117,9 +118,8 @@ def small(layout: str) -> Kimi:
     return quick(layout=LAYOUTS[layout], max_seq_len=96, prefill_chunk=64)
 
 
-@pytest.mark.parametrize(
-    "layout", ["quick4", *(pytest.param(name, marks=pytest.mark.slow) for name in ("quick2", "apart"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["quick4", "quick2", "apart"])
 def test_long_and_short_calls(layout):
     # red when gathered rows come rank by rank, the last block of them is placed past its end, or equal heads are summed
     words = ids(90)

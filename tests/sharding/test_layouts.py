@@ -13,9 +13,9 @@ from tests.parity.compilations import compilations
 from tests.parity.models import TOLERANCE, Slots, assert_logits, golden, logits, prompt, tiny
 from tests.parity.quick import ids, quick
 
-CUT = ["tp8", "tp8-lean", "ep8", "tp4-ep2", "dp2-tp4"]
-TEXT = ["tp8", "dp2-tp4", *(pytest.param(name, marks=pytest.mark.slow) for name in ("tp8-lean", "ep8", "tp4-ep2"))]
-"""Layouts whose text is drawn; the slow ones cut vocabulary and heads in eight as tp8 does."""
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("tp8-lean", "ep8", "tp4-ep2")]
+CUT = ["tp8", "dp2-tp4", *SLOW]
+TEXT = ["tp8", pytest.param("dp2-tp4", marks=pytest.mark.slow), *SLOW]
 
 ROWS = (0, 1, 2, 3, 4, 5, 6, 3)
 """The prompt of each row; the greedy golden prompt is there twice, the second time drawn at random."""
