@@ -46,6 +46,7 @@ def test_json_has_the_documented_keys_and_nothing_else_is_printed(capsys, config
     assert found["memory"]["aliased"] == found["plan"]["cache"]
 
 
+@pytest.mark.slow
 def test_a_broken_budget_is_a_failure(capsys, tmp_path, config):
     # Red when the exit status does not say that the budget is broken.
     budget = tmp_path / "none.toml"

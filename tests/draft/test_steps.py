@@ -36,6 +36,7 @@ def expected(row: int, max_tokens: int, stops: tuple[int, ...]) -> tuple[list[in
     return ids[:max_tokens], "length"
 
 
+@pytest.mark.slow
 @settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_greedy_is_plain_greedy(data):

@@ -112,6 +112,7 @@ def check(kimi: Kimi, **sizes) -> tuple[Engine, int]:
     return seeing, seeing.stats().hit_tokens - before
 
 
+@pytest.mark.slow
 def test_images_in_company_draw_what_their_rows_draw_as_text():
     # red when a row reaches another place, slot or chunk, is lost at a border or with a slot that is taken back, or when the prefix
     # of another image is taken

@@ -10,7 +10,7 @@ from kimi_jax.cache import KdaCache
 from tests.parity.models import CAPACITY, GARBAGE, Slots, assert_logits, logits, prompt, tiny
 
 ROWS, WIDTH = 4, 16
-PROMPTS = range(7)
+PROMPTS = [0, 1, 2, 3, 4, *(pytest.param(long, marks=pytest.mark.slow) for long in (5, 6))]
 
 
 def slots() -> Slots:

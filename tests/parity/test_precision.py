@@ -61,6 +61,7 @@ def test_medians_over_all_tokens(kv_dtype):
     assert np.mean(got.argmax(-1) == expected.argmax(-1)) > 0.84
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kv_dtype", LATENT)
 def test_every_token_with_the_golden_routing(kv_dtype, monkeypatch):
     # red when any rounding is added or lost by a factor of two: without flipped experts every token must be close
