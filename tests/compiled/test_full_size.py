@@ -15,10 +15,10 @@ from kimi_jax.placement.files import shipped_names
 
 ROOT = Path(__file__).parents[2]
 
-QUICK = ("k3-tp8-decode-1",)
+QUICK = ("k3-tp8-decode-1", "k3-tp8-prefill-2048")
 """Budgets of the default test run."""
 
-SLOW = ("k3-tp8-prefill-2048", "k3-tp8-lean-decode-1", "k3-ep8-decode-1", "k31-tp8-decode-1")
+SLOW = ("k3-tp8-lean-decode-1", "k3-ep8-decode-1", "k31-tp8-decode-1")
 """Budgets that `scripts/test --all` holds too, in a minute and a half each. Those of eight sequences differ by the rows of the
 products alone; `kimi-jax compile --budget` holds them."""
 

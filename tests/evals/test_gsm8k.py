@@ -58,7 +58,7 @@ def server():
 
 
 @needs_harness
-@pytest.mark.parametrize("endpoint", [pytest.param("completions", marks=pytest.mark.slow), "chat"])
+@pytest.mark.parametrize("endpoint", ["completions", "chat"])
 def test_the_harness_asks_and_counts(server, data, capfd, endpoint):
     url, engine = server
     before = len(engine.seen)
