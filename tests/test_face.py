@@ -23,3 +23,12 @@ def test_every_promised_name_is_there(name):
 def test_an_unknown_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match="no attribute 'fly'"):
         kimi_jax.fly  # noqa: B018
+
+
+@pytest.mark.parametrize("verb", ["generate", "chat", "serve"])
+def test_text_needs_no_image_library(verb):
+    # red when a module on the way to a text model imports Pillow, or something of the server's, at its top
+    extras = ("PIL",) if verb == "serve" else ("PIL", "starlette", "uvicorn", "llguidance")
+    probe = f"import sys; sys.modules.update(dict.fromkeys({extras})); import kimi_jax.api, kimi_jax.cli.{verb}"
+    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

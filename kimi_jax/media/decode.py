@@ -11,9 +11,7 @@ from PIL import Image
 from kimi_jax.media.errors import MediaError, foreign_errors
 from kimi_jax.media.jpeg_scans import check_scans
 from kimi_jax.media.limits import Deadline, Limits
-
-FORMATS = {"PNG": "image/png", "JPEG": "image/jpeg", "WEBP": "image/webp", "GIF": "image/gif"}
-"""Pillow's name -> media type."""
+from kimi_jax.media.source import FORMATS
 
 _SAME_AS = {"MPO": "JPEG"}
 """A JPEG file with more pictures behind the first one, as telephones write them."""

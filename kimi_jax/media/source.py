@@ -8,10 +8,12 @@ import stat
 from pathlib import Path
 from typing import NamedTuple
 
-from kimi_jax.media.decode import FORMATS
 from kimi_jax.media.errors import MediaError
 from kimi_jax.media.fetch import FetchRules, fetch
 from kimi_jax.media.limits import Deadline, Limits
+
+FORMATS = {"PNG": "image/png", "JPEG": "image/jpeg", "WEBP": "image/webp", "GIF": "image/gif"}
+"""Name in the image library -> media type."""
 
 _DATA_URL = re.compile(r"data:(?P<type>[^;,]*)(?P<rest>(?:;[^;,]*)*),", re.IGNORECASE)
 _MOST_HEAD = 256

@@ -15,11 +15,12 @@ import pytest
 from hypothesis import given, settings
 from PIL import Image
 
-from kimi_jax.media.decode import FORMATS, decode
+from kimi_jax.media.decode import decode
 from kimi_jax.media.errors import MediaError
 from kimi_jax.media.limits import Deadline, Limits
 from kimi_jax.media.prepare import prepare
 from kimi_jax.media.settings import Settings
+from kimi_jax.media.source import FORMATS
 
 LIMITS = Limits()
 RNG = np.random.default_rng(0)
