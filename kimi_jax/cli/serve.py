@@ -107,13 +107,13 @@ def _flag(parser: argparse.ArgumentParser, name: str, **options: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Loads, compiles, serves until it is told to stop."""
+    refuse_draft(args, "serve")
     try:
         from kimi_jax.serve.run import bind
     except ImportError as error:
         raise ArgumentError(
             "The server cannot start", [f"{error.name} is not installed"], "pip install 'kimi-jax[serve]'"
         ) from None
-    refuse_draft(args, "serve")
     limits, keys = (_limits(args), _image_limits(args)), _keys(args)
     if args.folder is not None:
         args.model = args.folder
