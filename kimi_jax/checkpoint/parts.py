@@ -55,6 +55,20 @@ def restore(path: Path, targets: Mapping[str, Target]) -> dict[str, Any]:
     return {name: arrays[name] for name in targets}
 
 
+def described(path: Path) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:
+    """Shape and dtype of every array of a folder; reads no array.
+
+    Raises:
+      CheckpointError: orbax could not read the description.
+    """
+    try:
+        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+            tree = checkpointer.metadata(path.absolute()).item_metadata.tree
+            return {name: (tuple(array.shape), np.dtype(array.dtype)) for name, array in tree.items()}
+    except Exception as error:  # as above
+        raise _error(f"{path} cannot be read", {"the description of its arrays": 0}, error) from error
+
+
 def _restore_args(target: Target) -> ocp.RestoreArgs:
     if target.sharding is None:
         return ocp.RestoreArgs(restore_type=np.ndarray, dtype=target.dtype)
