@@ -1,7 +1,5 @@
 """A small tokenizer in the released file format, learned from the text below. The same files on every machine."""
 
-import base64
-import json
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -9,33 +7,8 @@ from functools import cache
 from itertools import chain, pairwise, product
 from pathlib import Path
 
-from kimi_jax.text.vocabulary import CONFIG_FILE, MODEL_FILE, RESERVED
-
-NAMED = {
-    "[BOS]": 0,
-    "[EOS]": 1,
-    "<|end_of_msg|>": 2,
-    "<|open|>": 3,
-    "<|close|>": 4,
-    "<|sep|>": 5,
-    "[start_header_id]": 6,
-    "[end_header_id]": 7,
-    "[EOT]": 9,
-    "<|media_begin|>": 18,
-    "<|media_content|>": 19,
-    "<|media_end|>": 20,
-    "<|media_pad|>": 21,
-    "<osagent_mode>": 65,
-    "[UNK]": 254,
-    "[PAD]": 255,
-}
-"""Reserved names and their distance from the first reserved id, as released. Source: chat-format, section 1."""
-
-_NOT_SPECIAL = ("<|open|>", "<|close|>", "<|sep|>")  # the released config flags these three as ordinary
-
-_BYTES = [value for value in chain(range(33, 127), range(161, 173), range(174, 256))]
-_BYTES += [value for value in range(256) if value not in _BYTES]
-"""Single bytes in the order of their ids: printable Latin-1 first, as in the released file."""
+from kimi_jax.text.vocabulary import RESERVED
+from kimi_jax.text.write_vocabulary import BYTES, write_vocabulary
 
 _WORDS = re.compile(r"[^\r\n\w]?[^\W\d_]+|\d{1,3}| ?(?:[^\s\w]|_)+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
 """Close to what the tokenizer never merges across; the standard library cannot express it in full."""
@@ -91,20 +64,14 @@ def write_tiny_tokenizer(folder: str | Path, size: int = 1024) -> Path:
     """
     if size % 8 or not 256 + RESERVED <= size <= 1 << 20:
         raise ValueError(f"size is {size}; multiples of 8 from {256 + RESERVED} to {1 << 20} work")
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    tokens = base_tokens(size - RESERVED)
-    lines = [f"{base64.b64encode(token).decode()} {rank}\n" for rank, token in enumerate(tokens)]
-    (folder / MODEL_FILE).write_text("".join(lines))
-    (folder / CONFIG_FILE).write_text(json.dumps(_config(len(tokens)), indent=1) + "\n")
-    return folder
+    return write_vocabulary(folder, base_tokens(size - RESERVED))
 
 
 @cache
 def base_tokens(count: int) -> tuple[bytes, ...]:
     """The ordinary tokens in the order of their ids."""
-    tokens = [bytes([value]) for value in _BYTES]
-    filling = (bytes(value) for value in chain(product(_BYTES, repeat=2), product(_BYTES, repeat=3)))
+    tokens = [bytes([value]) for value in BYTES]
+    filling = (bytes(value) for value in chain(product(BYTES, repeat=2), product(BYTES, repeat=3)))
     known = set(tokens)
     for token in chain(_merges(), filling):
         if len(tokens) == count:
@@ -139,19 +106,3 @@ def _merged(pieces: list[bytes], pair: tuple[bytes, bytes]) -> list[bytes]:
         else:
             merged.append(piece)
     return merged
-
-
-def _config(base: int) -> dict[str, object]:
-    added = {
-        str(base + offset): {
-            "content": name,
-            "special": name not in _NOT_SPECIAL,
-            "normalized": False,
-            "lstrip": False,
-            "rstrip": False,
-            "single_word": False,
-        }
-        for name, offset in NAMED.items()
-    }
-    tokens = {"bos_token": "[BOS]", "eos_token": "[EOS]", "unk_token": "[UNK]", "pad_token": "[PAD]"}
-    return {"added_tokens_decoder": added, **tokens, "model_max_length": 1e30}

@@ -3,8 +3,9 @@ import json
 
 import pytest
 
-from kimi_jax.testing.tokenizer import NAMED, base_tokens, write_tiny_tokenizer
+from kimi_jax.testing.tokenizer import base_tokens, write_tiny_tokenizer
 from kimi_jax.text.tokenizer import Tokenizer
+from kimi_jax.text.write_vocabulary import NAMED
 from tests.text.data import FOLDER
 
 SAMPLE = 'The assistant may call tools: {"type":"object"} It\'s 你好世界。 naïve 👋\n\n  def f(x):'

@@ -2,10 +2,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kimi_jax.testing.tokenizer import NAMED
 from kimi_jax.text.markup import IMAGE_SLOT
 from kimi_jax.text.tokenizer import RUN, SLICE, EncodeError, Tokenizer, pieces
 from kimi_jax.text.vocabulary import Vocabulary, read_vocabulary
+from kimi_jax.text.write_vocabulary import NAMED
 from tests.text.data import FOLDER, TINY, UNICODE, ids_digest
 
 
