@@ -68,6 +68,10 @@ class GqaAttention(nnx.Module):
         out = attend(grouped, (entry[0], entry[1]), (keys, values), place.starts, scale=dim**-0.5, causal=causal)
         return self.parallel.psum(self.o_proj(out.reshape(*x.shape[:2], -1)), "draft_heads")
 
+    def rows(self, h: Float[Array, "rows tokens embed"], positions: Int[Array, "rows tokens"]) -> Entry:
+        """Context rows of these fused vectors, as :meth:`write` would store them."""
+        return self._kv(h, positions)
+
     def _kv(self, h: Array, positions: Array) -> tuple[Array, Array]:
         dim = self.sizes.head_dim
         return self._turn(self.k_norm(_by_head(self.k_proj(h), dim)), positions), _by_head(self.v_proj(h), dim)
@@ -122,6 +126,10 @@ class MlaAttention(nnx.Module):
         )
         values = jnp.einsum("btnr,nvr->btnv", out[:, :, 0], expand[:, nope:], precision="highest")
         return self.parallel.psum(self.o_proj(values.reshape(*x.shape[:2], -1).astype(x.dtype)), "draft_heads")
+
+    def rows(self, h: Float[Array, "rows tokens embed"], positions: Int[Array, "rows tokens"]) -> Entry:
+        """Context rows of these fused vectors, as :meth:`write` would store them."""
+        return (self._row(h, positions),)
 
     def _row(self, h: Array, positions: Array) -> Float[Array, "rows tokens row_dim"]:
         row, rank = self.kv_a_proj_with_mqa(h), self.sizes.kv_rank

@@ -69,17 +69,27 @@ def recurrent(joint: Joint) -> Bias:
 def confidence(
     weight: Float[Array, "one in"],
     bias: Float[Array, " one"],
-    h: Float[Array, "rows embed"],
-    e: Float[Array, "rows rank"],
-) -> Float[Array, " rows"]:
+    h: Float[Array, "*rows embed"],
+    e: Float[Array, "*rows rank"],
+) -> Float[Array, "*rows"]:
     """Probability that what is drafted from ``h`` after the token of embedding ``e`` stays.
 
     The weight's width says whether ``e`` counts.
     """
+    return jax.nn.sigmoid(confidence_logit(weight, bias, h, e))
+
+
+def confidence_logit(
+    weight: Float[Array, "one in"],
+    bias: Float[Array, " one"],
+    h: Float[Array, "*rows embed"],
+    e: Float[Array, "*rows rank"],
+) -> Float[Array, "*rows"]:
+    """Log odds of :func:`confidence`, as training needs them."""
     seen = h.astype(jnp.float32)
     if weight.shape[1] > seen.shape[-1]:
         seen = jnp.concatenate([seen, e.astype(jnp.float32)], axis=-1)
-    return jax.nn.sigmoid(jnp.sum(seen * weight[0].astype(jnp.float32), axis=-1) + bias[0].astype(jnp.float32))
+    return jnp.sum(seen * weight[0].astype(jnp.float32), axis=-1) + bias[0].astype(jnp.float32)
 
 
 def chain(
