@@ -17,7 +17,10 @@ FLOAT8 = np.dtype(ml_dtypes.float8_e4m3fn)
 ACTIVATIONS = {"bfloat16": BFLOAT16, "float32": FLOAT32}
 LATENTS = {"bfloat16": BFLOAT16, "float32": FLOAT32, "fp8": FLOAT8}
 
-ExpertForm = Literal["packed", "codes"]
+ExpertForm = Literal["packed", "codes", "masters"]
+SERVED_FORMS: tuple[ExpertForm, ...] = ("packed", "codes")
+"""Forms that a checkpoint is loaded as."""
+
 IndexForm = Literal["bfloat16", "float32", "fp8", "mxfp4"]
 
 
@@ -40,6 +43,7 @@ class Precision:
         scales and the rows are normalised, so values saturate at 448 and are otherwise rounded to 4 significant bits.
       experts: routed experts as the checkpoint's MXFP4 bytes, or as one int8 code a value beside the same scale bytes: twice the
         memory and the same values, which a CPU reads about twice as fast.
+        ``masters`` are float32 values, for training and to compare with: no checkpoint holds them.
       index: keys of the sparse indexer's cache (K3.1 Pro): a float dtype, ``fp8`` (e4m3fn, one float32 scale a key) or
         ``mxfp4`` (codes, one scale byte per 32 channels). On CPU bfloat16 keys are held as float32, as latent rows are.
       fp8: which projections hold FP8 weights with a scale per output channel, by the name of their treatment
@@ -80,8 +84,8 @@ def choose_precision(
     if kv_dtype is not None and kv_dtype not in tuple(LATENTS):
         problems.append(f"kv_dtype {kv_dtype!r} is not built; choose {', '.join(LATENTS)}")
     experts = experts or ("codes" if platform == "cpu" else "packed")
-    if experts not in get_args(ExpertForm):
-        problems.append(f"experts {experts!r} is not built; choose {' or '.join(get_args(ExpertForm))}")
+    if experts not in SERVED_FORMS:
+        problems.append(f"experts {experts!r} is not built; choose {' or '.join(SERVED_FORMS)}")
     if index_dtype is not None and index_dtype not in get_args(IndexForm):
         problems.append(f"index_dtype {index_dtype!r} is not built; choose {', '.join(get_args(IndexForm))}")
     for name, chosen in (("kv_dtype", kv_dtype), ("index_dtype", index_dtype)):

@@ -24,11 +24,15 @@ GROUP = 32
 class ExpertMatrix(nnx.Module):
     """One matrix of every expert, stacked: E2M1 codes and the scale bytes of their groups.
 
-    Codes are the checkpoint's, two a byte with the low nibble first, or one int8 a value (see ``Precision.experts``).
+    Codes are the checkpoint's, two a byte with the low nibble first, or one int8 a value; in training there are float32 masters
+    instead (see ``Precision.experts``).
     """
 
     def __init__(self, experts: int, out: int, inner: int, axes: tuple[str, str], form: ExpertForm) -> None:
         logical = (experts, out, inner)
+        if form == "masters":
+            self.weight = param(logical, FLOAT32, ("expert", *axes))
+            return
         if form == "packed":
             self.weight_packed = param((experts, out, inner // 2), BYTE, ("expert", *axes), logical)
         else:
@@ -46,9 +50,11 @@ class Experts(nnx.Module):
         self.w2 = ExpertMatrix(moe.experts, moe.latent, moe.width, ("expert_latent", "expert_ffn"), form)
         self.form = form
 
-    def arrays(self) -> moe_op.ExpertWeights | moe_op.ExpertCodes:
+    def arrays(self) -> moe_op.ExpertWeights | moe_op.ExpertCodes | moe_op.ExpertMasters:
         """What the op reads."""
         matrices = (self.w1, self.w3, self.w2)
+        if self.form == "masters":
+            return moe_op.ExpertMasters(*(m.weight[...] for m in matrices))
         if self.form == "packed":
             return moe_op.ExpertWeights(*(a[...] for m in matrices for a in (m.weight_packed, m.weight_scale)))
         return moe_op.ExpertCodes(*(a[...] for m in matrices for a in (m.weight_codes, m.weight_scale)))

@@ -6,10 +6,11 @@ import jax
 from jaxtyping import Array, Float, Int
 
 from kimi_jax.ops.implementation import Impl, choose
-from kimi_jax.ops.moe import kernels, reference
+from kimi_jax.ops.moe import kernels, masters, reference
 from kimi_jax.ops.moe.products import Product
 from kimi_jax.ops.moe.router import route as route
 from kimi_jax.ops.moe.weights import ExpertCodes as ExpertCodes
+from kimi_jax.ops.moe.weights import ExpertMasters as ExpertMasters
 from kimi_jax.ops.moe.weights import ExpertWeights as ExpertWeights
 from kimi_jax.ops.moe.weights import check
 from kimi_jax.ops.moe.weights import unpack as unpack
@@ -19,7 +20,7 @@ def experts(
     z: Float[Array, "tokens latent"],
     ids: Int[Array, "tokens top_k"],
     weights: Float[Array, "tokens top_k"],
-    w: ExpertWeights | ExpertCodes,
+    w: ExpertWeights | ExpertCodes | ExpertMasters,
     *,
     beta: float,
     linear_beta: float | None,
@@ -35,7 +36,8 @@ def experts(
       ids: expert ids over the whole model, distinct within a row. Ids outside ``[first_expert, first_expert + local)``
         are another device's, or padding, and are skipped; a row with none may hold anything, also NaN.
       weights: float32 weights in the order of ``ids``.
-      w: the experts held here, either as stored or as unpacked codes; results are the same up to the order of sums.
+      w: the experts held here, as stored or as unpacked codes: results are the same up to the order of sums. Or float masters,
+        which are multiplied as they are and have gradients, in the reference only.
       beta: bound of the gated half of SiTU.
       linear_beta: bound of its linear half, or None.
       first_expert: id of the first expert in ``w``; may be traced.
@@ -50,8 +52,9 @@ def experts(
         read ``w`` or multiply as asked.
     """
     check(w, z.shape[-1])
+    plain = masters.experts if isinstance(w, ExpertMasters) else reference.experts
     built = {
-        "reference": reference.experts,
+        "reference": plain,
         "pallas": partial(kernels.experts, product=product),
         "interpret": partial(kernels.experts, product=product, interpret=True),
     }

@@ -5,7 +5,7 @@ from jaxtyping import Array, Float, Int
 
 from kimi_jax.ops.moe import few, grouped
 from kimi_jax.ops.moe.products import Product, product_of
-from kimi_jax.ops.moe.weights import ExpertCodes, ExpertWeights
+from kimi_jax.ops.moe.weights import ExpertCodes, ExpertMasters, ExpertWeights
 from kimi_jax.ops.once import once
 
 FEW_TOKENS = 64
@@ -17,7 +17,7 @@ def experts(
     z: Float[Array, "tokens latent"],
     ids: Int[Array, "tokens top_k"],
     weights: Float[Array, "tokens top_k"],
-    w: ExpertWeights | ExpertCodes,
+    w: ExpertWeights | ExpertCodes | ExpertMasters,
     first_expert: int | Int[Array, ""],
     *,
     beta: float,
@@ -30,8 +30,9 @@ def experts(
     Raises:
       ValueError: what kernels cannot read; names all of it.
     """
-    if isinstance(w, ExpertCodes):
-        raise ValueError('kernels read the checkpoint\'s bytes, not codes: use experts="packed", or impl "reference"')
+    if not isinstance(w, ExpertWeights):
+        held = "codes" if isinstance(w, ExpertCodes) else "float masters"
+        raise ValueError(f'kernels read the checkpoint\'s bytes, not {held}: use experts="packed", or impl "reference"')
     _check_offsets(w)
     first = jnp.asarray(first_expert, jnp.int32).reshape(1)
     run = few.experts if z.shape[0] <= FEW_TOKENS else grouped.experts

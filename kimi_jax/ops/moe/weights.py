@@ -1,4 +1,4 @@
-"""Two forms of the same routed experts: the checkpoint's bytes, and one int8 a value for a fast CPU."""
+"""Forms of the same routed experts: the checkpoint's bytes, one int8 a value for a fast CPU, and float masters in training."""
 
 from collections.abc import Callable
 from functools import partial
@@ -56,25 +56,34 @@ class ExpertCodes(NamedTuple):
         return [product(codes, scale, expert, _one_plane, decoded) for codes, scale in _pairs(self)]
 
 
+class ExpertMasters(NamedTuple):
+    """The experts in training: float values, which gradients change."""
+
+    w1: Float[Array, "experts ffn latent"]
+    w3: Float[Array, "experts ffn latent"]
+    w2: Float[Array, "experts latent ffn"]
+
+
 def unpack(w: ExpertWeights) -> ExpertCodes:
     """The codes of packed experts; done once, at load."""
     return ExpertCodes(*(part for packed, scale in _pairs(w) for part in (mxfp4.unpack(packed), scale)))
 
 
-def check(w: ExpertWeights | ExpertCodes, latent: int) -> None:
-    """Whether the six arrays belong together and to rows of ``latent`` values.
+def check(w: ExpertWeights | ExpertCodes | ExpertMasters, latent: int) -> None:
+    """Whether the arrays belong together and to rows of ``latent`` values.
 
     Raises:
       ValueError: they do not; names every array that does not fit, its shape and the one expected.
     """
     per_entry = 2 if isinstance(w, ExpertWeights) else 1
+    whole_groups = not isinstance(w, ExpertMasters)
     experts, ffn = w[0].shape[:2]
     rows = {"w1": (ffn, latent), "w3": (ffn, latent), "w2": (latent, ffn)}
     problems = []
     for name, array in w._asdict().items():
         out, inner = rows[name[:2]]
         expected = (experts, out, inner // (mxfp4.GROUP if name.endswith("scale") else per_entry))
-        if array.shape != expected or inner % mxfp4.GROUP:
+        if array.shape != expected or (whole_groups and inner % mxfp4.GROUP):
             problems.append(
                 f"{name} is {array.shape}, expected {expected} with rows of {inner} values in groups of {mxfp4.GROUP}"
             )
