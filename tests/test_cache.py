@@ -11,6 +11,7 @@ import pytest
 from kimi_jax.cache import KdaCache, MlaCache, describe, describe_slots, reset, write_keys, write_rows
 from kimi_jax.config import load_config, parse
 from kimi_jax.ops.indexer.keys import decode
+from kimi_jax.ops.mla import api as mla
 from kimi_jax.ops.norm import rms_norm
 from kimi_jax.placement.axes import ArraySpec
 from kimi_jax.precision import Precision, choose_precision
@@ -28,8 +29,16 @@ class Norm(NamedTuple):
 
 
 @cache
-def writing(impl):
-    return jax.jit(partial(write_rows, impl=impl))
+def writing(store):
+    return jax.jit(store)
+
+
+def store_beside_queries(latent, new, starts, counts, *, norm=None, pages=None):
+    """``write_rows`` as a decode step's kernel has it: in the launch that absorbs the queries of the same tokens."""
+    weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
+    rows = mla.NewRows(new, starts, counts, weight)
+    query, expand = jnp.ones((*new.shape[:2], 2, 5)), jnp.ones((2 * (3 + 4), 6))
+    return mla.absorb_and_write(latent, query, expand, rows, nope_dim=3, eps=eps, pages=pages, impl="interpret")[1]
 
 
 class TestDescribe:
@@ -71,12 +80,12 @@ def written(old, new, starts, counts):
 
 
 class WriteContract:
-    """What every implementation of write_rows must do. Subclasses set `impl`."""
+    """What every implementation of write_rows must do. Subclasses set `store`."""
 
-    impl = "reference"
+    store = staticmethod(write_rows)
 
     def write(self, *arrays, **options):
-        return writing(self.impl)(*arrays, **options)
+        return writing(self.store)(*arrays, **options)
 
     @staticmethod
     def old(rows=2, length=6, dtype=np.float32):
@@ -119,7 +128,7 @@ class WriteContract:
     def test_the_first_part_is_normalised_in_the_official_order(self, dtype):  # text-model section 2.1
         random = np.random.default_rng(0)
         new, weight = random.normal(size=(2, 3, 7)).astype(dtype), random.normal(size=5).astype(dtype)
-        run = jax.jit(lambda *arrays, weight: write_rows(*arrays, norm=Norm(weight), impl=self.impl))
+        run = jax.jit(lambda *arrays, weight: self.store(*arrays, norm=Norm(weight)))
         got = run(jnp.zeros((2, 4, 7), dtype), new, np.array([0, 1]), np.array([3, 2]), weight=weight)
         wide = new[..., :5].astype(np.float32)
         scaled = (wide / np.sqrt((wide * wide).mean(axis=-1, keepdims=True) + np.float32(1e-6))).astype(dtype)
@@ -142,12 +151,14 @@ class WriteContract:
 
 
 class TestWriteKernel(WriteContract):
-    impl = "interpret"
+    store = staticmethod(partial(write_rows, impl="interpret"))
+
+
+class TestWriteBesideQueries(WriteContract):
+    store = staticmethod(store_beside_queries)
 
 
 class TestWriteRows(WriteContract):
-    impl = "reference"
-
     def test_one_program_for_all_positions(self):  # PF-10
         traced = []
         program = jax.jit(lambda *args: traced.append(1) or write_rows(*args))

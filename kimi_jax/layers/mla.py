@@ -15,6 +15,7 @@ from kimi_jax.layers.norm import RmsNorm
 from kimi_jax.ops.context import api as context
 from kimi_jax.ops.implementation import Implementations
 from kimi_jax.ops.linear import api as linear_op
+from kimi_jax.ops.mla import api as mla_op
 from kimi_jax.placement.collectives import Parallel
 from kimi_jax.precision import Precision
 
@@ -67,7 +68,8 @@ class Mla(nnx.Module):
         query = linear_op.project_normed(query_latent, norm.weight[...], norm.eps, expand.factor, impl)
         query = query.reshape(*x.shape[:2], -1, sizes.query_dim)
         read = self.indexer.read(x) if hasattr(self, "indexer") else None
-        cache = self._write(row, None if read is None else read[0], lengths - new, new, cache, pages)
+        keys = None if read is None else read[0]
+        query, cache = self._write(query, row, keys, lengths - new, new, cache, pages)
         gate = gate.reshape(*query.shape[:3], sizes.value_dim)
 
         def dense() -> Float[Array, "rows tokens heads value_dim"]:
@@ -92,23 +94,40 @@ class Mla(nnx.Module):
 
     def _write(
         self,
+        query: Float[Array, "rows tokens heads query_dim"],
         row: Float[Array, "rows tokens row_dim"],
         keys: Float[Array, "rows tokens width"] | None,
         starts: Int[Array, " rows"],
         new: Int[Array, " rows"],
         cache: MlaCache,
         pages: Int[Array, "rows table"] | None,
-    ) -> MlaCache:
-        """The cache with the rows of these tokens, and with their index keys whether or not this call chooses: later ones may."""
-        norm = self.kv_a_layernorm
+    ) -> tuple[mla_op.Query, MlaCache]:
+        """The cache with the rows of these tokens, and with their index keys whether or not this call chooses: later ones may.
+
+        The queries come back absorbed where a launch does both.
+        """
+        norm, impl = self.kv_a_layernorm, self.impls.mla
         row, first, count = context.own(row, starts, new, self.parallel)
-        latent = write_rows(cache.latent, row, first, count, norm=norm, pages=pages, impl=self.impls.mla)
+        asked: mla_op.Query = query
+        if mla_op.absorbs_early(query.shape[1], impl):
+            asked, latent = mla_op.absorb_and_write(
+                cache.latent,
+                query,
+                self.kv_b_proj.factor,
+                mla_op.NewRows(row, first, count, norm.weight[...]),
+                nope_dim=self.sizes.nope_dim,
+                eps=norm.eps,
+                pages=pages,
+                impl=impl,
+            )
+        else:
+            latent = write_rows(cache.latent, row, first, count, norm=norm, pages=pages, impl=impl)
         if keys is None:
-            return MlaCache(latent)
+            return asked, MlaCache(latent)
         keys, first, count = context.own(keys, starts, new, self.parallel)
         norm, impl = self.indexer.k_norm, self.impls.indexer
         index = write_keys(cache.index, keys, first, count, norm=norm, dtype=row.dtype, pages=pages, impl=impl)
-        return MlaCache(latent, index)
+        return asked, MlaCache(latent, index)
 
     def _select(
         self,
@@ -125,7 +144,7 @@ class Mla(nnx.Module):
 
     def _attend(
         self,
-        query: Float[Array, "rows tokens heads query_dim"],
+        query: mla_op.Query,
         gate: Float[Array, "rows tokens heads value_dim"],
         positions: Int[Array, "rows tokens"],
         lengths: Int[Array, " rows"],
@@ -148,7 +167,7 @@ class Mla(nnx.Module):
 
     def _attend_selected(
         self,
-        query: Float[Array, "rows tokens heads query_dim"],
+        query: mla_op.Query,
         gate: Float[Array, "rows tokens heads value_dim"],
         selected: Int[Array, "rows tokens top_k"],
         lengths: Int[Array, " rows"],

@@ -53,12 +53,11 @@ def _indexer(chooses: bool) -> tuple[str, ...]:
 
 
 def _mla(tokens: int, chooses: bool) -> tuple[str, ...]:
-    if chooses:
-        return "mla_write", "mla_absorb", "mla_attend_selected", "mla_merge_expand"
-    direct = tokens >= DIRECT_FROM
-    return "mla_write", *(
-        ("mla_expand", "mla_attend_block") if direct else ("mla_absorb", "mla_attend", "mla_merge_expand")
-    )
+    few = tokens < DIRECT_FROM
+    if not few and not chooses:
+        return "mla_write", "mla_expand", "mla_attend_block"
+    entry = ("mla_absorb_write",) if few else ("mla_write", "mla_absorb")
+    return *entry, "mla_attend_selected" if chooses else "mla_attend", "mla_merge_expand"
 
 
 def _moe(tokens: int) -> tuple[str, ...]:

@@ -81,3 +81,17 @@ def test_pages_that_cut_a_tile_are_refused():
     cache, table = jax.ShapeDtypeStruct((9, 40, 13), jnp.float32), np.zeros((1, 3))
     with pytest.raises(ValueError, match="pages of 40 rows do not hold whole tiles of 32; nearest that works: 32"):
         api.attend(np.zeros((1, 1, 3, 7)), cache, None, None, None, nope_dim=5, pages=table, impl="interpret")
+
+
+@pytest.mark.parametrize(("rows", "tokens"), [(1, 1), (3, 2), (2, 40)])
+def test_queries_absorbed_beside_a_write_are_the_same(rows, tokens):
+    # red when a program of a row stands where one of a head was, or a later block of tokens is left out
+    random = np.random.default_rng(0)
+    query, expand = random.normal(size=(rows, tokens, 3, 7)), random.normal(size=(3 * (5 + 4), 40))
+    query, expand = jnp.asarray(query, jnp.float32), jnp.asarray(expand, jnp.float32)
+    new = api.NewRows(jnp.ones((rows, tokens, 42)), jnp.zeros(rows, jnp.int32), jnp.full(rows, tokens), None)
+    alone = api.absorb(query, expand, nope_dim=5, impl="interpret")
+    moved, _ = api.absorb_and_write(
+        jnp.zeros((rows, 64, 42)), query, expand, new, nope_dim=5, eps=0.0, impl="interpret"
+    )
+    np.testing.assert_array_equal(moved.rows, alone)

@@ -38,7 +38,7 @@ def own(
 
 
 def attend(
-    query: Float[Array, "rows tokens heads query_dim"],
+    query: mla.Query,
     cache: Float[Array, "pool page row_dim"],
     expand: Matrix,
     positions: Int[Array, "rows tokens"],
@@ -65,7 +65,7 @@ def attend(
         rule.last(positions, rank),
         rule.held(lengths, rank),
         latent=expand.shape[1],
-        scale=query.shape[-1] ** -0.5,
+        scale=mla.scale_of(query, expand, nope_dim),
         pages=pages,
         impl=impl,
     )
@@ -73,7 +73,7 @@ def attend(
 
 
 def attend_selected(
-    query: Float[Array, "rows tokens heads query_dim"],
+    query: mla.Query,
     cache: Float[Array, "pool page row_dim"],
     expand: Matrix,
     selected: Int[Array, "rows tokens k"],
@@ -99,7 +99,7 @@ def attend_selected(
         cache,
         own_columns(selected, rule, rank),
         latent_dim=expand.shape[1],
-        scale=query.shape[-1] ** -0.5,
+        scale=mla.scale_of(query, expand, nope_dim),
         pages=pages,
         impl=impl,
     )
@@ -143,10 +143,11 @@ def select(
 
 
 def _of_all_heads(
-    query: Float[Array, "rows tokens heads query_dim"], expand: Matrix, nope_dim: int, parallel: Parallel, impl: str
+    query: mla.Query, expand: Matrix, nope_dim: int, parallel: Parallel, impl: str
 ) -> Float[Array, "rows tokens all_heads row_dim"]:
     """Absorbed queries of the heads of all devices that share the sequence."""
-    absorbed = mla.absorb(query, expand, nope_dim=nope_dim, impl=impl)
+    moved = isinstance(query, mla.Absorbed)
+    absorbed = query.rows if moved else mla.absorb(query, expand, nope_dim=nope_dim, impl=impl)
     return parallel.gather_among(absorbed, "sequence", "heads", 2)
 
 

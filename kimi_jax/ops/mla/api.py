@@ -13,7 +13,11 @@ from kimi_jax.ops.implementation import choose
 from kimi_jax.ops.linear.weights import Matrix
 from kimi_jax.ops.mla import absorb as absorb_kernel
 from kimi_jax.ops.mla import kernels, reference
+from kimi_jax.ops.mla.absorb import Absorbed as Absorbed
+from kimi_jax.ops.mla.absorb import Query as Query
+from kimi_jax.ops.mla.absorb import scale_of as scale_of
 from kimi_jax.ops.mla.launch import check_cache
+from kimi_jax.ops.mla.write import NewRows as NewRows
 
 Form = Literal["auto", "direct", "absorbed"]
 
@@ -22,7 +26,7 @@ DIRECT_FROM = 64
 
 
 def attend(
-    query: Float[Array, "rows tokens heads query_dim"],
+    query: Query,
     cache: Float[Array, "pool page row_dim"],
     expand: Matrix,
     positions: Int[Array, "rows tokens"],
@@ -37,7 +41,8 @@ def attend(
     """Causal softmax attention of every query over the cached rows up to its own position.
 
     Args:
-      query: per head, the part matched with expanded keys (``nope_dim``) and the part matched with the shared key.
+      query: per head, the part matched with expanded keys (``nope_dim``) and the part matched with the shared key; or the same
+        as :func:`absorb_and_write` gives them, which is for kernels and the absorbed form.
       cache: rows already written for these tokens, [rows, length, row_dim], or a pool of pages with a table ``pages``; rows at
         ``lengths`` and beyond may hold anything, also NaN.
       expand: kv_b weight, head-major: ``nope_dim`` key rows, then the value rows of each head; an FP8 one is read as its values.
@@ -81,6 +86,41 @@ def absorb(
 ) -> Float[Array, "rows tokens heads row_dim"]:
     """Queries in the coordinates of a cached row, in ``expand.dtype``: their product with a row is the score before scaling."""
     return _choose("absorb", impl, reference.absorb, absorb_kernel.absorb)(query, expand, nope_dim=nope_dim)
+
+
+def absorbs_early(tokens: int, impl: str) -> bool:
+    """Whether a call of ``tokens`` queries a row writes its rows through :func:`absorb_and_write`."""
+    return impl != "reference" and tokens < DIRECT_FROM
+
+
+def absorb_and_write(
+    cache: Float[Array, "pool page row_dim"],
+    query: Float[Array, "rows tokens heads query_dim"],
+    expand: Matrix,
+    new: NewRows,
+    *,
+    nope_dim: int,
+    eps: float,
+    pages: Int[Array, "rows pages"] | None = None,
+    impl: str,
+) -> tuple[Absorbed, Float[Array, "pool page row_dim"]]:
+    """:func:`absorb` and ``cache.write_rows`` in one launch; XLA has no such form.
+
+    Args:
+      cache: written in place.
+      eps: of the norm of the new rows.
+
+    Raises:
+      ValueError: pages or a cache that the kernels cannot address; ``impl`` is not a kernel's.
+    """
+    built = {
+        "pallas": absorb_kernel.absorb_and_write,
+        "interpret": partial(absorb_kernel.absorb_and_write, interpret=True),
+    }
+    run = choose("mla.absorb_and_write", impl, built)
+    with jax.named_scope("mla_absorb"):
+        rows, cache = run(cache, query, expand, new, pages, nope_dim=nope_dim, eps=eps)
+    return Absorbed(rows), cache
 
 
 def attend_partial(

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from kimi_jax.ops.linear.weights import Matrix
 from kimi_jax.ops.mla import prefill, split
-from kimi_jax.ops.mla.absorb import absorb
+from kimi_jax.ops.mla.absorb import Absorbed, Query, moved, scale_of
 from kimi_jax.ops.mla.launch import capacity
 from kimi_jax.ops.mla.merge import merge, merge_expanded
 from kimi_jax.ops.mla.reference import gated
@@ -19,7 +19,7 @@ from kimi_jax.ops.once import once
 
 @once
 def attend(
-    query: Float[Array, "rows tokens heads query_dim"],
+    query: Query,
     cache: Float[Array, "pool page row_dim"],
     expand: Matrix,
     positions: Int[Array, "rows tokens"],
@@ -33,19 +33,20 @@ def attend(
 ) -> Float[Array, "rows tokens heads value_dim"]:
     """See ``api.attend``."""
     if not absorbed:
+        assert not isinstance(query, Absorbed)
         # what no query reads is not expanded either: an idle row may hold a long sequence
         read = jnp.clip(jnp.max(positions, axis=1) + 1, 0, lengths)
         cached = prefill.Cached(cache, pages, read)
         out = prefill.attend(query, cached, expand, positions, nope_dim=nope_dim, interpret=interpret)
         return out if gate is None else gated(out, gate)
     shares = split.attend(
-        absorb(query, expand, nope_dim=nope_dim, interpret=interpret),
+        moved(query, expand, nope_dim=nope_dim, interpret=interpret),
         cache,
         positions,
         lengths,
         pages,
         latent=expand.shape[1],
-        scale=query.shape[-1] ** -0.5,
+        scale=scale_of(query, expand, nope_dim),
         interpret=interpret,
     )
     return merge_expanded(

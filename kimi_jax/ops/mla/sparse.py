@@ -11,6 +11,7 @@ from kimi_jax.ops.chunks import by_chunks
 from kimi_jax.ops.implementation import choose, ways
 from kimi_jax.ops.linear.weights import Matrix, widened
 from kimi_jax.ops.mla import sparse_kernels
+from kimi_jax.ops.mla.absorb import Query
 from kimi_jax.ops.mla.reference import absorb, einsum, gated
 
 BYTES = 256 << 20
@@ -18,7 +19,7 @@ BYTES = 256 << 20
 
 
 def attend_selected(
-    query: Float[Array, "rows tokens heads query_dim"],
+    query: Query,
     latent: Float[Array, "pool page row_dim"],
     kv_b: Matrix,
     selected: Int[Array, "rows tokens k"],

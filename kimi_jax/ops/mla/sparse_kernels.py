@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 from kimi_jax.ops.chunks import by_chunks
 from kimi_jax.ops.linear.weights import Matrix
 from kimi_jax.ops.mla import sparse_split
-from kimi_jax.ops.mla.absorb import absorb
+from kimi_jax.ops.mla.absorb import Absorbed, Query, moved, scale_of
 from kimi_jax.ops.mla.launch import check_cache
 from kimi_jax.ops.mla.merge import merge, merge_expanded
 from kimi_jax.ops.once import once
@@ -21,7 +21,7 @@ FLOAT32 = 4
 
 @once
 def attend(
-    query: Float[Array, "rows tokens heads query_dim"],
+    query: Query,
     latent: Float[Array, "pool page row_dim"],
     kv_b: Matrix,
     selected: Int[Array, "rows tokens k"],
@@ -34,20 +34,20 @@ def attend(
 ) -> Float[Array, "rows tokens heads value_dim"]:
     """See ``sparse.attend_selected``; what must fit in ``budget`` are the results of shares before they are joined."""
     check_cache(latent, None)
-    width = kv_b.shape[1]
+    width, scale, is_moved = kv_b.shape[1], scale_of(query, kv_b, nope_dim), isinstance(query, Absorbed)
 
     def some(given: Any) -> Any:
         query, selected, gate = given
-        absorbed = absorb(query, kv_b, nope_dim=nope_dim, interpret=interpret)
-        scale = query.shape[-1] ** -0.5
-        shares = sparse_split.attend(absorbed, latent, selected, pages, latent=width, scale=scale, interpret=interpret)
         tokens = query.shape[1]
+        query = query if is_moved else moved(query, kv_b, nope_dim=nope_dim, interpret=interpret)
+        shares = sparse_split.attend(query, latent, selected, pages, latent=width, scale=scale, interpret=interpret)
         return merge_expanded(
             shares, None, kv_b, gate, tokens=tokens, capacity=0, nope_dim=nope_dim, interpret=interpret
         )
 
     empty = (0, -1, None if gate is None else 0)
-    return by_chunks(some, (query, selected, gate), empty, _most(query, width, budget))
+    given = query.rows if isinstance(query, Absorbed) else query
+    return by_chunks(some, (given, selected, gate), empty, _most(given, width, budget))
 
 
 @once
