@@ -55,11 +55,14 @@ class SlotCache(NamedTuple):
       layers: per layer the states of all slots [slots, ...], or the pool of latent pages [pages, page, row_dim].
       kept: per recurrent layer its checkpoints [checkpoints, ...]; empty where none are kept.
       seen: ids in each slot's prompt and how often it drew each [slots, vocab], which penalties count from.
+      context: per layer of a draft the pools of its context rows [pages, page, ...], in the pages of the latent rows; empty
+        without a draft.
     """
 
     layers: Cache
     kept: tuple[KdaCache, ...]
     seen: Seen
+    context: Any = ()
 
 
 def describe(config: KimiConfig, batch: int, length: int, precision: Precision) -> Cache:

@@ -49,12 +49,14 @@ class Rows(NamedTuple):
 class Drawn(NamedTuple):
     """Ids drawn by a block, [rows, steps], -1 where a row drew nothing, with their log-probabilities.
 
-    ``top``: the likeliest ids of every step where they were asked for.
+    ``top``: the likeliest ids of every step where they were asked for. ``drafts``: what became of each row's drafts, where there
+    is a draft (``draft.speculate.Tally``).
     """
 
     ids: Int[Array, "rows steps"]
     logprobs: Float[Array, "rows steps"]
     top: Alternatives | tuple[()] = ()
+    drafts: Any = ()
 
 
 class Limits(NamedTuple):

@@ -19,7 +19,7 @@ from kimi_jax import cache as cache_lib
 from kimi_jax.cache import Cache, KdaCache, SlotCache
 from kimi_jax.layers.image_rows import ImageRows
 from kimi_jax.loop import BROKEN, RUNNING, Drawn, Limits, Rows, Steps, book, is_spec, run_block
-from kimi_jax.model import Params, bind
+from kimi_jax.model import KimiModel, Params, bind
 from kimi_jax.ops.mla.launch import TILE, check_cache
 from kimi_jax.ops.sample import extras as shaping
 from kimi_jax.ops.sample.api import Alternatives, Choice, Sampling, sample, sample_full
@@ -143,6 +143,11 @@ class SlotSteps:
         return self.steps.parallel.size("batch")
 
     @property
+    def stride(self) -> int:
+        """Most tokens by which a decode step lengthens a sequence."""
+        return 1
+
+    @property
     def table(self) -> int:
         """Entries of a slot's page table: pages of a full sequence."""
         return self.steps.capacity // self.page
@@ -182,7 +187,7 @@ class SlotSteps:
         return lambda params, cache, call, images, *rest: program(params, cache, call, *rest, images)
 
     def _build_prefill(self, *images: ImageRows) -> Callable[..., Any]:
-        specs, graph = self._specs, self.steps.graph
+        specs = self._specs
 
         def body(
             params: Params,
@@ -193,10 +198,10 @@ class SlotSteps:
             limits: Limits,
             *images: Any,
         ) -> tuple[SlotCache, Rows, Drawn]:
-            model, real = bind(graph, params), call.slots >= 0
+            real = call.slots >= 0
             start, new = jnp.where(real, call.start, 0), jnp.where(real, call.new, 0)
             part = _each_kda(lambda states: cache_lib.read_states(states, call.slots), held.layers)
-            hidden, part = model(call.ids, start, new, part, call.tables, *images)
+            model, hidden, part, context = self._read(params, call._replace(start=start, new=new), part, held, *images)
             layers = _each_kda(lambda states, some: cache_lib.write_states(states, call.slots, some), held.layers, part)
             last = jnp.take_along_axis(hidden, jnp.maximum(new - 1, 0)[:, None, None], axis=1)[:, 0]
             seen = Seen(*(array[jnp.maximum(call.slots, 0)] for array in held.seen))
@@ -206,14 +211,22 @@ class SlotSteps:
                 Rows(jnp.zeros_like(start), start, call.budget, status), choice, new, limits.stops, self.steps.capacity
             )
             rows = rows._replace(position=start + new, status=jnp.where(choice.finite, rows.status, BROKEN))
-            held = SlotCache(layers, (), self._booked(held.seen, call.slots, choice, emitted))
+            held = SlotCache(layers, (), self._booked(held.seen, call.slots, choice, emitted), context)
             drawn = Drawn(jnp.where(emitted, choice.ids, -1), choice.logprobs, top)
             return held, rows, jax.tree.map(lambda array: array[:, None], drawn)
 
         given = (specs["call"], specs["sampling"], specs["extras"], specs["limits"], *images)
         held = specs["cache"]._replace(kept=())
         program = self._build(body, (specs["params"], held), given, (held, specs["rows"], specs["full"]))
-        return _keeping(program, "layers", "seen")
+        return keeping(program, "layers", "seen", "context")
+
+    def _read(
+        self, params: Params, call: PrefillCall, part: Cache, held: SlotCache, *images: Any
+    ) -> tuple[KimiModel, Any, Cache, Any]:
+        """Runs the tokens of a prefill call: the model, their hidden vectors, the cache of the call's rows, context rows."""
+        model = bind(self.steps.graph, params)
+        hidden, part = model(call.ids, call.start, call.new, part, call.tables, *images)
+        return model, hidden, part, held.context
 
     def decode(self, kind: Kind) -> Callable[..., tuple[SlotCache, Rows, Drawn]]:
         """``(params, cache, tables, rows, sampling, extras, limits, steps)`` -> cache, rows, drawn ids [slots, block].
@@ -249,8 +262,7 @@ class SlotSteps:
             steps: Any,
         ) -> tuple[SlotCache, Rows, Drawn]:
             model, count = bind(graph, params), tables.shape[0]
-            missing = tables < 0
-            room = jnp.where(jnp.any(missing, axis=1), jnp.argmax(missing, axis=1), tables.shape[1]) * self.page
+            room = self._room(tables)
 
             def paused(rows: Rows) -> Rows:
                 waits = (rows.status == RUNNING) & (rows.position >= room)
@@ -288,12 +300,17 @@ class SlotSteps:
         out = (held, specs["rows"], specs["full" if full else "drawn"])
         program = self._build(body, (specs["params"], held), given, out)
         if full:
-            return _keeping(program, "layers", "seen")
-        run = _keeping(program, "layers")
+            return keeping(program, "layers", "seen")
+        run = keeping(program, "layers")
         # large, and of no use here
         return lambda params, cache, tables, rows, sampling, extras, *rest: run(
             params, cache, tables, rows, sampling, (), *rest
         )
+
+    def _room(self, tables: Int[Array, "slots table"]) -> Int[Array, " slots"]:
+        """Tokens that the pages of every slot hold."""
+        missing = tables < 0
+        return jnp.where(jnp.any(missing, axis=1), jnp.argmax(missing, axis=1), tables.shape[1]) * self.page
 
     @cached_property
     def save(self) -> Callable[[SlotCache, Any, Any], SlotCache]:
@@ -404,7 +421,7 @@ def page_unit(steps: Steps) -> int:
     return parts * math.lcm(tile, parallel.interleave if parts > 1 else 1)
 
 
-def _keeping(program: Callable[..., Any], *fields: str) -> Callable[..., Any]:
+def keeping(program: Callable[..., Any], *fields: str) -> Callable[..., Any]:
     """The program over a whole cache: it gets and changes some fields, the others stay where they are."""
 
     def run(params: Params, cache: SlotCache, *given: Any) -> tuple[Any, ...]:

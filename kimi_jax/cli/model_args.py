@@ -110,12 +110,12 @@ def prepare_devices(layout: "Layout") -> None:
 
 
 def refuse_draft(args: argparse.Namespace, verb: str) -> None:
-    """Refuses a draft where it is not built, before anything is loaded."""
+    """Refuses a draft where a verb measures the target alone, before anything is loaded."""
     if args.draft is not None:
         raise ArgumentError(
             f"{verb} cannot use a draft",
-            [f"--draft {args.draft}; paged caches and their scheduler do not speculate yet"],
-            "kimi-jax generate and kimi-jax chat speculate, and so does kimi_jax.load(..., draft=FOLDER).",
+            [f"--draft {args.draft}; what it measures is a step of the target alone"],
+            "kimi-jax bench spec compares answers with and without a draft; generate, chat and serve speculate.",
         )
 
 

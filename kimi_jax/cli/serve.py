@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from kimi_jax.cli.model_args import ArgumentError, add_model_arguments, load_model, refuse_draft
+from kimi_jax.cli.model_args import ArgumentError, add_model_arguments, load_model
 
 if TYPE_CHECKING:
     from kimi_jax.api import Kimi
@@ -107,7 +107,6 @@ def _flag(parser: argparse.ArgumentParser, name: str, **options: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Loads, compiles, serves until it is told to stop."""
-    refuse_draft(args, "serve")
     try:
         from kimi_jax.serve.run import bind
     except ImportError as error:
@@ -133,6 +132,7 @@ def _serve(
     model = load_model(args)
 
     from kimi_jax.engine.budget import engine_limits
+    from kimi_jax.engine.drafted import DraftedRunner
     from kimi_jax.engine.engine import Engine
     from kimi_jax.serve.model import served
     from kimi_jax.serve.run import Server, serve
@@ -153,12 +153,14 @@ def _serve(
     engine = Engine.build(runner.steps, runner.params, runner.allowed, sizes, images=images is not None)
     names = args.served_model_name or [str(args.model)]
     what = served(model, engine, names, scores_prompts=args.enable_prompt_logprobs, images=images is not None)
+    speculating = f", {engine.drafts} drafts a step" if engine.drafts else ""
     print(
         f"{names[0]}: {sizes.slots} sequences of up to {engine.capacity:,} tokens, {sizes.pages:,} pages of {sizes.page}, "
-        f"{sizes.checkpoints} checkpoints, {'text and images' if images else 'text only'}; compiling at http://{args.host}:{listener.getsockname()[1]}",
+        f"{sizes.checkpoints} checkpoints, {'text and images' if images else 'text only'}{speculating}; compiling at http://{args.host}:{listener.getsockname()[1]}",
         file=sys.stderr,
     )
-    scorer = Scorer(runner) if args.enable_prompt_logprobs else None
+    alone = runner.without_draft() if isinstance(runner, DraftedRunner) else runner
+    scorer = Scorer(alone) if args.enable_prompt_logprobs else None
     return 0 if serve(Server(what, engine, limits, keys, args.log_level, scorer, images), listener) else 1
 
 

@@ -1,7 +1,7 @@
 """Attention of a drafted block: over the context rows of its request, and over the block itself (DSpark notes, section 6).
 
 One form for both backbones: latent attention is the case of one shared key whose first channels are the value. The rows of the
-block live only here; the cache holds committed tokens alone.
+block live only here; the cache holds committed tokens alone, each request's in a row of its own or in pages of a pool.
 """
 
 import jax
@@ -25,6 +25,7 @@ def attend(
     *,
     scale: float,
     causal: bool,
+    pages: Int[Array, "rows table"] | None = None,
 ) -> Float[Array, "rows drafts kv_heads group value"]:
     """Softmax over the first ``lengths`` context rows and over the block, all of it or only what is not later.
 
@@ -35,12 +36,15 @@ def attend(
       lengths: committed tokens of each request; the block starts there.
       scale: of the scores.
       causal: whether a position sees only the block rows up to its own.
+      pages: for each request the pages that hold its context rows, in order, -1 for none; ``context`` is then a pool
+        [pages, page, ...]. Every row before ``lengths`` must have a page.
 
     Returns:
       In ``query.dtype``; scores and sums are float32.
     """
-    drafts, length = query.shape[1], context[0].shape[1]
-    size = min(BLOCK, length)
+    drafts, page = query.shape[1], 1 if pages is None else context[0].shape[1]
+    length = context[0].shape[1] if pages is None else pages.shape[1] * page
+    size = min(max(BLOCK // page, 1) * page, length)
     at = jnp.arange(drafts)
     own = at[:, None] >= at if causal else jnp.ones((drafts, drafts), bool)
     state = _add(None, query, *block, own[None], scale)
@@ -48,7 +52,7 @@ def attend(
     def step(index: Int[Array, ""], state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         # the last part may reach back over rows that were counted: they are masked
         start = jnp.minimum(index * size, length - size)
-        keys, values = (jax.lax.dynamic_slice_in_dim(x, start, size, axis=1) for x in context)
+        keys, values = (_part(x, pages, start, size) for x in context)
         place = start + jnp.arange(size)
         seen = (place >= index * size) & (place < lengths[:, None])
         return _add(state, query, keys, values, seen[:, None], scale)
@@ -59,6 +63,20 @@ def attend(
     trips = -(-jnp.max(jnp.minimum(lengths, length)) // size)
     _, weight, value = jax.lax.fori_loop(0, trips, step, state)
     return jnp.moveaxis(value / weight[..., None], 3, 1).astype(query.dtype)
+
+
+def _part(
+    held: Float[Array, "pool page_or_length kv_heads dim"],
+    pages: Int[Array, "rows table"] | None,
+    start: Int[Array, ""],
+    size: int,
+) -> Float[Array, "rows size kv_heads dim"]:
+    """Context rows ``start`` to ``start + size`` of every request; whole pages of a pool."""
+    if pages is None:
+        return jax.lax.dynamic_slice_in_dim(held, start, size, axis=1)
+    page = held.shape[1]
+    some = jax.lax.dynamic_slice_in_dim(pages, start // page, size // page, axis=1)
+    return held[jnp.maximum(some, 0)].reshape(pages.shape[0], size, *held.shape[2:])
 
 
 def _add(

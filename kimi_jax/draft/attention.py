@@ -20,15 +20,22 @@ from kimi_jax.placement.collectives import Parallel
 from kimi_jax.precision import Precision
 
 Entry = tuple[Float[Array, "rows length ..."], ...]
-"""Context rows of one layer: keys and values [rows, length, kv_heads, head_dim], or latent rows [rows, length, row_dim]."""
+"""Context rows of one layer: keys and values [rows, length, kv_heads, head_dim], or latent rows [rows, length, row_dim].
+
+In pages, [pages, page, ...] of a pool in the place of [rows, length, ...].
+"""
 
 
 class Place(NamedTuple):
-    """Where the tokens of a call stand: positions [rows, tokens], the first of each row, and how many are real."""
+    """Where the tokens of a call stand: positions [rows, tokens], the first of each row, and how many are real.
+
+    ``pages``: of each row in order, where context rows lie in pages.
+    """
 
     positions: Int[Array, "rows tokens"]
     starts: Int[Array, " rows"]
     counts: Int[Array, " rows"]
+    pages: Int[Array, "rows table"] | None = None
 
 
 class GqaAttention(nnx.Module):
@@ -54,7 +61,7 @@ class GqaAttention(nnx.Module):
     def write(self, h: Float[Array, "rows tokens embed"], place: Place, entry: Entry) -> Entry:
         """The layer's cache with the keys and values of these context rows in."""
         return tuple(
-            write_rows(_flat(held), _flat(new), place.starts, place.counts).reshape(held.shape)
+            write_rows(_flat(held), _flat(new), place.starts, place.counts, pages=place.pages).reshape(held.shape)
             for held, new in zip(entry, self._kv(h, place.positions), strict=True)
         )
 
@@ -65,7 +72,15 @@ class GqaAttention(nnx.Module):
         query = self._turn(self.q_norm(_by_head(self.q_proj(x), dim)), place.positions)
         keys, values = self._kv(x, place.positions)
         grouped = query.reshape(*query.shape[:2], keys.shape[2], -1, dim)
-        out = attend(grouped, (entry[0], entry[1]), (keys, values), place.starts, scale=dim**-0.5, causal=causal)
+        out = attend(
+            grouped,
+            (entry[0], entry[1]),
+            (keys, values),
+            place.starts,
+            scale=dim**-0.5,
+            causal=causal,
+            pages=place.pages,
+        )
         return self.parallel.psum(self.o_proj(out.reshape(*x.shape[:2], -1)), "draft_heads")
 
     def rows(self, h: Float[Array, "rows tokens embed"], positions: Int[Array, "rows tokens"]) -> Entry:
@@ -103,7 +118,7 @@ class MlaAttention(nnx.Module):
     def write(self, h: Float[Array, "rows tokens embed"], place: Place, entry: Entry) -> Entry:
         """The layer's cache with the latent rows of these context rows in."""
         (held,) = entry
-        return (write_rows(held, self._row(h, place.positions), place.starts, place.counts),)
+        return (write_rows(held, self._row(h, place.positions), place.starts, place.counts, pages=place.pages),)
 
     def __call__(
         self, x: Float[Array, "rows drafts embed"], place: Place, entry: Entry, *, causal: bool
@@ -123,6 +138,7 @@ class MlaAttention(nnx.Module):
             place.starts,
             scale=(nope + sizes.rope_dim) ** -0.5 * turn.softmax,
             causal=causal,
+            pages=place.pages,
         )
         values = jnp.einsum("btnr,nvr->btnv", out[:, :, 0], expand[:, nope:], precision="highest")
         return self.parallel.psum(self.o_proj(values.reshape(*x.shape[:2], -1).astype(x.dtype)), "draft_heads")

@@ -134,13 +134,22 @@ class Dspark(nnx.Module):
         starts: Int[Array, " rows"],
         counts: Int[Array, " rows"],
         context: Context,
+        pages: Int[Array, "rows table"] | None = None,
     ) -> Context:
-        """The context cache with the first ``counts`` fused vectors of each row in from position ``starts`` on."""
-        place = Place(starts[:, None] + jnp.arange(h.shape[1]), starts, counts)
+        """The context cache with the first ``counts`` fused vectors of each row in from position ``starts`` on.
+
+        Args:
+          pages: of each row in order, where the cache is a pool of pages; those written to must exist.
+        """
+        place = Place(starts[:, None] + jnp.arange(h.shape[1]), starts, counts, pages)
         return tuple(layer.self_attn.write(h, place, entry) for layer, entry in zip(self.layers, context, strict=True))
 
     def block(
-        self, embedded: Float[Array, "rows drafts embed"], lengths: Int[Array, " rows"], context: Context
+        self,
+        embedded: Float[Array, "rows drafts embed"],
+        lengths: Int[Array, " rows"],
+        context: Context,
+        pages: Int[Array, "rows table"] | None = None,
     ) -> Float[Array, "rows drafts embed"]:
         """Final hidden vectors of a block.
 
@@ -148,8 +157,9 @@ class Dspark(nnx.Module):
           embedded: the anchor's embedding, then that of the mask id.
           lengths: committed tokens of each row, which is the anchor's position.
           context: their rows.
+          pages: of each row in order, where ``context`` is a pool of pages.
         """
-        place = Place(lengths[:, None] + jnp.arange(embedded.shape[1]), lengths, lengths)
+        place = Place(lengths[:, None] + jnp.arange(embedded.shape[1]), lengths, lengths, pages)
         h = embedded
         for layer, entry in zip(self.layers, context, strict=True):
             h = layer(h, place, entry)
@@ -184,14 +194,18 @@ def describe_draft_cache(config: DraftConfig, batch: int, length: int, precision
 
 
 def describe_context(
-    config: DraftConfig, batch: int, length: int, precision: Precision
+    config: DraftConfig, batch: int, length: int, precision: Precision, *, paged: bool = False
 ) -> tuple[tuple[ArraySpec, ...], ...]:
-    """The same layer by layer."""
-    sizes = config.attention
+    """The same layer by layer.
+
+    Args:
+      paged: a pool of ``batch`` pages of ``length`` tokens each, in the place of a row per sequence.
+    """
+    sizes, first = config.attention, "pages" if paged else "batch"
     if isinstance(sizes, GqaSizes):
         shape = (batch, length, sizes.kv_heads, sizes.head_dim)
         # never by position: one mesh axis cannot cut both, and heads need no collective
-        entry = ArraySpec(shape, np.dtype(precision.activation), ("batch", None, "draft_heads", None))
+        entry = ArraySpec(shape, np.dtype(precision.activation), (first, None, "draft_heads", None))
         return ((entry, entry),) * config.layers
     shape = (batch, length, sizes.kv_rank + sizes.rope_dim)
-    return ((ArraySpec(shape, np.dtype(precision.latent), ("batch", "sequence", None)),),) * config.layers
+    return ((ArraySpec(shape, np.dtype(precision.latent), (first, "sequence", None)),),) * config.layers

@@ -113,6 +113,16 @@ class Proposal(NamedTuple):
     drafted: Drafted
 
 
+class Verified(NamedTuple):
+    """A block of which the target has looked at ``lengths`` drafts, before any verdict: scores, and what a commit needs."""
+
+    logits: Float[Array, "rows drafts_and_one local_vocab"]
+    proposal: Proposal
+    lengths: Int[Array, " rows"]
+    taps: Float[Array, "rows drafts_and_one taps embed"]
+    held: HeldCache
+
+
 @dataclass(frozen=True)
 class Speculation:
     """The parts of a speculative step that do not change from one to the next.
@@ -125,6 +135,8 @@ class Speculation:
       rule: of acceptance, where rows have a temperature.
       random: whether any row may have one.
       impl: what the greedy choice runs.
+      pages: for each row the pages of its latent and context rows, in order, where the cache has pools of pages.
+      most: drafts of each row that may be verified; all where omitted. What it depends on must be known before the block is drawn.
     """
 
     model: KimiModel
@@ -135,6 +147,8 @@ class Speculation:
     rule: Rule
     random: bool
     impl: str = "reference"
+    pages: Int[Array, "rows table"] | None = None
+    most: Int[Array, " rows"] | None = None
 
     @property
     def taps(self) -> Taps:
@@ -149,28 +163,42 @@ class Speculation:
           The cache, the rows, and what each row emitted: [rows, drafts + 1] ids, -1 behind the last.
         """
         draws = draws or Seeded(sampling.seed, rows.position)
+        verified = self.verify(cache, rows, sampling, limits, draws)
+        verdict = self.judge(verified.logits, verified.proposal, verified.lengths, sampling, limits, draws)
+        return self.settle(cache, rows, verified, verdict, limits)
+
+    def verify(self, cache: DraftedCache, rows: Rows, sampling: Sampling, limits: Limits, draws: Draws) -> Verified:
+        """Drafts a block for every running row and has the target look at it."""
         proposal = self.propose(rows, cache.context, sampling, limits, draws)
         lengths = self.lengths(rows)
         fed = jnp.concatenate([rows.token[:, None], jnp.maximum(proposal.tokens, 0)], axis=1)
         new = jnp.where(rows.status == RUNNING, lengths + 1, 0)
-        hidden, taps, held = self.model.tapped(fed, rows.position, new, cache.target, self.taps, held=True)
-        verdict = self.judge(self.model.logits(hidden), proposal, lengths, sampling, limits, draws)
+        hidden, taps, held = self.model.tapped(
+            fed, rows.position, new, cache.target, self.taps, pages=self.pages, held=True
+        )
+        return Verified(self.model.logits(hidden), proposal, lengths, taps, held)
+
+    def settle(
+        self, cache: DraftedCache, rows: Rows, verified: Verified, verdict: Verdict, limits: Limits
+    ) -> tuple[DraftedCache, Rows, Drawn]:
+        """Commits what a verdict keeps; results as of :meth:`step`."""
         after, emitted, counts = book_block(rows, verdict, limits.stops, self.capacity)
-        context = self.draft.write(self.draft.fuse(taps), rows.position, counts, cache.context)
-        tally = _count(cache.tally, verdict.kept, emitted, jnp.where(new > 0, lengths, 0))
+        context = self.draft.write(self.draft.fuse(verified.taps), rows.position, counts, cache.context, self.pages)
+        tally = _count(cache.tally, verdict.kept, emitted, jnp.where(rows.status == RUNNING, verified.lengths, 0))
         drawn = Drawn(jnp.where(emitted, verdict.tokens, -1), verdict.logprobs)
-        return DraftedCache(commit(held, counts), context, tally), after, drawn
+        return DraftedCache(commit(verified.held, counts), context, tally), after, drawn
 
     def lengths(self, rows: Rows) -> Int[Array, " rows"]:
-        """Drafts worth verifying: no more than the cache and the budget have room for."""
+        """Drafts to verify: no more than the cache and the budget have room for."""
         room = jnp.minimum(self.capacity - 1 - rows.position, rows.budget - 1)
+        room = room if self.most is None else jnp.minimum(room, self.most)
         return jnp.clip(room, 0, self.spec.drafts).astype(jnp.int32)
 
     def propose(self, rows: Rows, context: Context, sampling: Sampling, limits: Limits, draws: Draws) -> Proposal:
         """One pass of the draft over the anchor and its mask ids, then the ids one by one."""
         mask = jnp.full((rows.token.shape[0], self.spec.drafts - 1), self.spec.mask_id, jnp.int32)
         embedded = self.model.model.embed_tokens(jnp.concatenate([rows.token[:, None], mask], axis=1))
-        hidden = self.draft.block(embedded, rows.position, context)
+        hidden = self.draft.block(embedded, rows.position, context, self.pages)
         base = self.parallel.all_gather(self.model.logits(hidden) * self.spec.logit_scale, "vocab", -1)
         allowed = self.parallel.all_gather(limits.allowed, "vocab", 0)
         base = jnp.where(allowed & self._corrected(base), base, -jnp.inf)

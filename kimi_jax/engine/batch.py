@@ -6,6 +6,7 @@ from typing import Any, cast
 import numpy as np
 from jaxtyping import Array
 
+from kimi_jax.draft.slot_steps import PLAIN
 from kimi_jax.engine.request import MAX_STOPS, Request
 from kimi_jax.engine.sequence import Sequence
 from kimi_jax.layers.image_rows import ImageRows
@@ -81,6 +82,15 @@ def decode_rows(placed: Placed, slots: int, table: int) -> tuple[np.ndarray[Any,
         token[slot], position[slot], budget[slot] = sequence.ids[-1], sequence.position, sequence.budget
         status[slot] = RUNNING
     return tables, Rows(*map(_host, (token, position, budget, status)))
+
+
+def drafts_of(placed: Placed, slots: int) -> Array:
+    """Drafts that each slot may have verified; PLAIN where a request has none."""
+    drafts = np.full(slots, PLAIN, np.int32)
+    for slot, sequence in placed.items():
+        if sequence.stride > 1:
+            drafts[slot] = sequence.stride - 1
+    return _host(drafts)
 
 
 def sampling_of(placed: Placed, rows: int) -> Sampling:

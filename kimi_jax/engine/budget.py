@@ -11,13 +11,15 @@ import numpy as np
 from jax.sharding import Mesh
 
 from kimi_jax.cache import describe_sources
+from kimi_jax.draft.slot_steps import slot_steps
+from kimi_jax.draft.steps import DraftedSteps
 from kimi_jax.engine.limits import EngineLimits, LimitsError
 from kimi_jax.loop import Steps
 from kimi_jax.placement.axes import ArraySpec
 from kimi_jax.placement.bytes import amount, bytes_of
 from kimi_jax.placement.compiler import platform_of_mesh
 from kimi_jax.precision import LATENTS
-from kimi_jax.slots import SlotSteps, page_unit
+from kimi_jax.slots import page_unit
 from kimi_jax.vision_steps import VisionSteps, call_bytes
 
 CHECKPOINT_SHARE = 4
@@ -35,11 +37,11 @@ class Costs:
     """Bytes on one device; slot, checkpoint and page are one more in every group of devices.
 
     Attributes:
-      weights: parameters, those of the vision tower included.
+      weights: parameters, those of the vision tower and of a draft included.
       scratch: what a prefill call keeps while it runs, or a call of the tower; the rest that programs need is outside the share.
       slot: recurrent states and penalty counts of one sequence.
       checkpoint: recurrent states of one checkpoint.
-      page: latent rows of one page.
+      page: latent rows of one page, and context rows of a draft.
     """
 
     weights: int
@@ -59,11 +61,13 @@ def costs(steps: Steps, page: int, chunk: int, tower: VisionSteps | None = None)
 
     def cache(slots: int, pages: int, checkpoints: int) -> int:
         counts = (slots * groups, pages * groups, page, checkpoints * groups)
-        described: Any = SlotSteps(steps, *counts).describe_cache()
+        described: Any = slot_steps(steps, *counts).describe_cache()
         return _bytes(steps, jax.tree.leaves(described, is_leaf=lambda leaf: isinstance(leaf, ArraySpec)))
 
     one = cache(1, 1, 1)
     scratch = _bytes(steps, [describe_sources(steps.config, chunk, steps.precision)])
+    if isinstance(steps, DraftedSteps):
+        scratch += _bytes(steps, [describe_tapped(steps, chunk)])
     seeing = call_bytes(tower.vision, tower.layout, tower.buckets[-1], tower.block) if tower else 0
     return Costs(
         weights=_bytes(steps, steps.parameters.values()) + (tower.weight_bytes if tower else 0),
@@ -72,6 +76,12 @@ def costs(steps: Steps, page: int, chunk: int, tower: VisionSteps | None = None)
         checkpoint=cache(1, 1, 2) - one,
         page=cache(1, 2, 1) - one,
     )
+
+
+def describe_tapped(steps: DraftedSteps, tokens: int) -> ArraySpec:
+    """The tapped vectors of a call of ``tokens`` tokens, which end with it."""
+    shape = (tokens, len(steps.drafter.taps), steps.config.hidden)
+    return ArraySpec(shape, np.dtype(steps.precision.activation), (None, None, "embed"))
 
 
 def engine_limits(

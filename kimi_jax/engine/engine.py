@@ -10,10 +10,11 @@ from typing import Any
 import jax
 import numpy as np
 
+from kimi_jax.draft.slot_steps import slot_steps
 from kimi_jax.engine import batch
 from kimi_jax.engine.buckets import widths
 from kimi_jax.engine.limits import EngineLimits, LimitsError, check_limits
-from kimi_jax.engine.request import Event, Request, check
+from kimi_jax.engine.request import DraftCounts, Event, Request, check
 from kimi_jax.engine.runner import FINISH
 from kimi_jax.engine.scheduler import Scheduler, rows_of
 from kimi_jax.engine.sequence import Sequence
@@ -40,6 +41,8 @@ _EMPTY: Any = np.empty(0)
 
 class Engine:
     """Runs requests to their ends, many at once. For one thread; knows token ids only.
+
+    Where the model has a draft, requests without extras take several ids a step; the others are decoded as without one.
 
     Args:
       programs: compiled slot programs.
@@ -75,6 +78,7 @@ class Engine:
         self._cached: OrderedDict[int, int] = OrderedDict()
         self._ends: deque[float] = deque(maxlen=32)
         self._submitted = self._turns = self._drawn = 0
+        self._drafts = None if programs.stride == 1 else DraftCounts(0, (0,) * programs.stride)
 
     @classmethod
     def build(
@@ -86,13 +90,18 @@ class Engine:
           LimitsError, SlotsError: sizes that do not fit one another, the layout or the kernels, all of them.
         """
         check_limits(limits, steps.capacity, steps.parallel.size("batch"))
-        programs = SlotSteps(steps, limits.slots, limits.pages, limits.page, limits.checkpoints)
+        programs = slot_steps(steps, limits.slots, limits.pages, limits.page, limits.checkpoints)
         return cls(programs, params, allowed, limits, images=images)
 
     @property
     def capacity(self) -> int:
         """Tokens that one sequence can hold, prompt and answer."""
         return self._programs.steps.capacity
+
+    @property
+    def drafts(self) -> int:
+        """Tokens drafted for each decode step of a request; 0 without a draft."""
+        return self._programs.stride - 1
 
     # ---- from outside
 
@@ -107,7 +116,7 @@ class Engine:
         if len(self._scheduler.queue) >= self.limits.queue:
             raise EngineFull(len(self._scheduler.queue), self._retry_after())
         number, self._submitted = self._submitted, self._submitted + 1
-        sequence = Sequence.of(number, request, self.limits.page)
+        sequence = Sequence.of(number, request, self.limits.page, self._programs.stride)
         self._open[number] = sequence
         self._scheduler.enqueue(sequence)
         return number
@@ -166,6 +175,7 @@ class Engine:
             drawn_tokens=self._drawn,
             preemptions=scheduler.preemptions,
             turns=self._turns,
+            drafts=self._drafts,
         )
 
     def forget(self) -> None:
@@ -218,7 +228,7 @@ class Engine:
         for sequence in chosen:
             scheduler.reach(sequence, sequence.piece(chunk))
         self._copy_states([(place, s) for s in chosen for place in s.saved.values()], save=True)
-        return _Block({row: s for row, s in placed.items() if s.saved or s.position == len(s.ids)}, results)
+        return _Block({row: s for row, s in placed.items() if s.saved or s.position == s.end}, results)
 
     def _decode(self, decoding: list[Sequence], steps: int) -> "_Block":
         """Dispatches one block."""
@@ -241,13 +251,14 @@ class Engine:
         for row, sequence in block.placed.items():
             if rows.status[row] != BROKEN:
                 self._scheduler.publish(sequence)
-            sequence.decoding = sequence.position == len(sequence.ids)
+            sequence.decoding = sequence.position == sequence.end
             yield from self._news(sequence, row, rows, drawn)
 
     def _next_ids(self, block: "_Block") -> Iterator[Event]:
         rows, drawn = block.read()
         for slot, sequence in block.placed.items():
             sequence.position = int(rows.position[slot])
+            self._count_drafts(sequence, drawn.drafts, slot)
             yield from self._news(sequence, slot, rows, drawn)
 
     def _news(self, sequence: Sequence, row: int, rows: Rows, drawn: Drawn) -> Iterator[Event]:
@@ -264,12 +275,20 @@ class Engine:
                 finish = "stop" if request.grammar.finished else finish  # complete, even with its last id
             last = step == steps[-1] and finish != "error"
             top = _top(request, drawn, row, step)
-            yield Event(sequence.number, token, float(drawn.logprobs[row, step]), finish if last else None, top)
+            score, end = float(drawn.logprobs[row, step]), finish if last else None
+            yield Event(sequence.number, token, score, end, top, sequence.drafts)
         if finish == "error":
-            yield Event(sequence.number, None, 0.0, finish)
+            yield Event(sequence.number, None, 0.0, finish, drafts=sequence.drafts)
         if finish is not None:
             self._ends.append(self._clock())
             self._close(sequence)
+
+    def _count_drafts(self, sequence: Sequence, tally: Any, slot: int) -> None:
+        """Adds what a call has told of one request's drafts."""
+        if sequence.drafts is None or self._drafts is None:
+            return
+        news = DraftCounts(int(tally.verified[slot]), tuple(tally.stayed[slot].tolist()))
+        sequence.drafts, self._drafts = sequence.drafts + news, self._drafts + news
 
     def _close(self, sequence: Sequence) -> None:
         """Forgets a request and frees what it holds."""
@@ -327,6 +346,7 @@ class Engine:
             batch.extras_of(placed, self._neutral_extras(slots)),
             batch.limits_of(placed, slots, self._allowed),
             np.int32(steps),
+            *([] if programs.stride == 1 else [batch.drafts_of(placed, slots)]),
         )
         return told, drawn
 

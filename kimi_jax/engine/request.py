@@ -166,6 +166,11 @@ class DraftCounts:
     verified: int
     stayed: tuple[int, ...]
 
+    def __add__(self, other: "DraftCounts") -> "DraftCounts":
+        """Both together; of the same block length."""
+        stayed = (mine + its for mine, its in zip(self.stayed, other.stayed, strict=True))
+        return DraftCounts(self.verified + other.verified, tuple(stayed))
+
 
 def check(request: Request, vocab: int, capacity: int, embed: int | None = None) -> None:
     """Refuses what the device would clamp, wrap or run out of.

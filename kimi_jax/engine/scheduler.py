@@ -97,7 +97,7 @@ class Scheduler:
         leaders = [running for running in self.running if running.prefilling and running.goals]
         if not leaders:
             return False
-        page, length = self.limits.page, len(sequence.ids)
+        page, length = self.limits.page, sequence.end
         start = max(len(self._match(group, sequence).pages) for group in self.groups) * page
         for leader in leaders:
             shared = min(sequence.common(leader, page), length - 1)
@@ -109,7 +109,7 @@ class Scheduler:
 
     @staticmethod
     def _match(group: Group, sequence: Sequence) -> Match:
-        return group.tree.match(sequence.ids, sequence.marks)
+        return group.tree.match(sequence.ids[: sequence.end], sequence.marks)
 
     def _place(self, sequence: Sequence) -> tuple[int | None] | None:
         """Takes a slot and the pages of the prompt in the best group; None where no group has room."""
@@ -125,7 +125,7 @@ class Scheduler:
             group.pages.share(match.pages)
             if match.checkpoint is not None:
                 group.tree.touch(match.checkpoint)
-            missing = -(-len(sequence.ids) // page) - len(match.pages)
+            missing = -(-sequence.end // page) - len(match.pages)
             # one page more for each neighbour, which would otherwise soon take this one's back
             if neighbours and not group.has_pages(missing + neighbours):
                 group.pages.drop(match.pages)
@@ -137,7 +137,7 @@ class Scheduler:
             sequence.group, sequence.slot, sequence.position = index, slot[0], start
             sequence.pages, sequence.decoding, sequence.behind = [*match.pages, *own], False, None
             if self.limits.checkpoints:
-                sequence.goals = goals(len(sequence.ids), start, match.known, page, self.limits.spacing)
+                sequence.goals = goals(sequence.end, start, match.known, page, self.limits.spacing)
             if sequence.hit is None:
                 sequence.hit = start
                 self.prompt_tokens += len(sequence.ids)
@@ -189,7 +189,7 @@ class Scheduler:
     # ---- decode
 
     def grow(self, steps: int) -> None:
-        """Deals pages for up to ``steps`` more tokens of every decoding request, oldest first.
+        """Deals pages for up to ``steps`` more decode steps of every decoding request, oldest first.
 
         One that gets fewer pauses on the device; for one that could not even take one step the newest of its group goes back.
         """
@@ -198,8 +198,8 @@ class Scheduler:
             if sequence.slot is None:  # taken back for an older one
                 continue
             held = len(sequence.pages)
-            end = min(sequence.position + min(steps, sequence.budget), self.capacity)
-            wanted, least = -(-end // page) - held, -(-(sequence.position + 1) // page) - held
+            end, first = (min(sequence.after(count), self.capacity) for count in (steps, 1))
+            wanted, least = -(-end // page) - held, -(-first // page) - held
             while not self._deal(sequence, wanted, least):
                 newest = max((s for s in self.running if s.group == sequence.group), key=lambda s: s.number)
                 self.preempt(newest)

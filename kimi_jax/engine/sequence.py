@@ -5,7 +5,7 @@ from itertools import zip_longest
 
 import numpy as np
 
-from kimi_jax.engine.request import Request
+from kimi_jax.engine.request import DraftCounts, Request
 from kimi_jax.media.prompt import Span, page_marks
 
 
@@ -26,8 +26,10 @@ class Sequence:
       position: tokens in the cache.
       goals: positions at which a checkpoint is to be kept, nearest first.
       saved: tokens before it -> checkpoint, until it is known that the scores there are finite.
-      decoding: whether all of ``ids`` but the last drawn one are in.
+      decoding: whether all of ``ids`` but the last drawn one are in, and that one is drawn.
       served: turn of its last prefill call.
+      stride: most tokens by which a decode step lengthens it: 1 without drafts.
+      drafts: what became of its drafts so far; None where it has none.
       behind: a running prompt that will leave a longer start for this one, and ``until`` where; None where there is none.
     """
 
@@ -46,21 +48,34 @@ class Sequence:
     served: int = 0
     behind: "Sequence | None" = None
     until: int = 0
+    stride: int = 1
+    drafts: DraftCounts | None = None
     spans: tuple[Span, ...] = ()
     marks: tuple[bytes, ...] = ()
 
     @classmethod
-    def of(cls, number: int, request: Request, page: int) -> "Sequence":
-        """A request that has just arrived."""
+    def of(cls, number: int, request: Request, page: int, stride: int = 1) -> "Sequence":
+        """A request that has just arrived, on programs with such a stride."""
         ids = [int(i) for i in request.ids]
         spans = tuple(Span(int(image.start), image.tokens, image.key) for image in request.images)
         marks = page_marks(spans, page, -(-len(ids) // page)) if spans else ()
-        return cls(number, request, ids, spans=spans, marks=tuple(marks))
+        # whatever only the full sampler knows is decided one id at a time
+        stride, counts = (1, None) if request.extras or stride == 1 else (stride, DraftCounts(0, (0,) * stride))
+        return cls(number, request, ids, spans=spans, marks=tuple(marks), stride=stride, drafts=counts)
 
     @property
     def budget(self) -> int:
         """Ids that may still be drawn."""
         return self.request.max_tokens - self.drawn
+
+    @property
+    def end(self) -> int:
+        """Tokens to be in before it decodes.
+
+        After a preemption a sequence with drafts goes on from its last id, which is not in: the random numbers of a step belong to
+        its anchor, so that every later step must begin where it would have begun.
+        """
+        return len(self.ids) - (self.stride > 1 and self.drawn > 0)
 
     @property
     def place(self) -> int:
@@ -74,8 +89,12 @@ class Sequence:
 
     def piece(self, chunk: int) -> int:
         """Tokens of its next prefill call: up to the chunk, the next goal, or the end."""
-        end = self.goals[0] if self.goals else len(self.ids)
+        end = self.goals[0] if self.goals else self.end
         return min(chunk, end - self.position)
+
+    def after(self, steps: int) -> int:
+        """Tokens that may be in after so many decode steps."""
+        return self.position + min(steps * self.stride, self.budget)
 
     def sees(self, tokens: int) -> bool:
         """Whether there is a part of an image in its next tokens."""

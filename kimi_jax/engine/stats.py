@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from kimi_jax.engine.request import DraftCounts
+
 
 class EngineFull(Exception):
     """The queue is full; nothing of the request was kept.
@@ -33,6 +35,7 @@ class EngineStats:
       drawn_tokens: ids drawn.
       preemptions: times that a request gave its slot back before its end.
       turns: calls of :meth:`Engine.turn` that did something.
+      drafts: what became of all drafts; None without a draft.
     """
 
     queued: int
@@ -48,3 +51,4 @@ class EngineStats:
     drawn_tokens: int
     preemptions: int
     turns: int
+    drafts: DraftCounts | None = None

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from kimi_jax.completion import Completion, Piece
+from kimi_jax.completion import Completion, DraftUsage, Piece
 from kimi_jax.engine.request import Event
 from kimi_jax.text.tokenizer import Tokenizer
 
@@ -188,16 +188,28 @@ class Text:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelled)
 
 
-def usage(prompt_tokens: int, drawn: int, cached: int, reasoning: int | None) -> Json:
-    """Tokens of all answers of a request; ``reasoning`` None where there are no thoughts to count."""
+def usage(
+    prompt_tokens: int, drawn: int, cached: int, reasoning: int | None, drafts: Sequence[DraftUsage] = ()
+) -> Json:
+    """Tokens of all answers of a request.
+
+    Args:
+      reasoning: of them, thoughts; None where there are none to count.
+      drafts: of those answers that had any.
+    """
     counts: Json = {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": drawn,
         "total_tokens": prompt_tokens + drawn,
         "prompt_tokens_details": {"cached_tokens": cached},
     }
-    if reasoning is not None:
-        counts["completion_tokens_details"] = {"reasoning_tokens": reasoning}
+    details: Json = {} if reasoning is None else {"reasoning_tokens": reasoning}
+    if drafts:
+        accepted = sum(one.accepted for one in drafts)
+        rejected = sum(one.drafted for one in drafts) - accepted
+        details |= {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": rejected}
+    if details:
+        counts["completion_tokens_details"] = details
     return counts
 
 

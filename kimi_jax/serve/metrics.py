@@ -7,6 +7,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from kimi_jax.engine.engine import EngineStats
+from kimi_jax.engine.request import DraftCounts
 from kimi_jax.media.room import Room
 from kimi_jax.media.rows_cache import RowsCache
 
@@ -77,9 +78,24 @@ class _EngineCounts(Collector):
             yield GaugeMetricFamily(f"kimi_jax_{name}", what, value=getattr(stats, name))
         for name, what in _TOTALS.items():
             yield CounterMetricFamily(f"kimi_jax_{name}", what, value=getattr(stats, name))
+        if stats.drafts is not None:
+            yield from _draft_counts(stats.drafts)
 
     def describe(self) -> Iterator[Metric]:
         return iter(())
+
+
+def _draft_counts(drafts: DraftCounts) -> Iterator[Metric]:
+    kept = [sum(drafts.stayed[place:]) for place in range(len(drafts.stayed))]  # steps that kept at least so many
+    steps, *by_position = kept
+    yield CounterMetricFamily("kimi_jax_draft_steps", "steps of requests with drafts", value=steps)
+    yield CounterMetricFamily("kimi_jax_drafted_tokens", "drafts that the model looked at", value=drafts.verified)
+    yield CounterMetricFamily("kimi_jax_accepted_tokens", "drafts that were kept", value=sum(by_position))
+    what = "drafts that were kept, by their place in the block"
+    family = CounterMetricFamily("kimi_jax_accepted_tokens_by_position", what, labels=("position",))
+    for position, value in enumerate(by_position, 1):
+        family.add_metric((str(position),), value)
+    yield family
 
 
 class _ImageCounts(Collector):

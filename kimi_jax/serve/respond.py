@@ -267,6 +267,7 @@ class Answer(Response):
             sum(one.completion_tokens for one in counts),
             sum(flow.cached[::each]) if flow else 0,
             sum(one.reasoning_tokens for one in counts) if self._prepared.reading.chat else None,
+            [one.drafts for one in counts if one.drafts is not None],
         )
 
     def _count(self) -> None:

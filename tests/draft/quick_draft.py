@@ -54,6 +54,15 @@ def plain() -> list[list[int]]:
     return [got for got, _ in answers(quick().runner, [Request(prompt, max_tokens=CAPACITY) for prompt in PROMPTS])]
 
 
+def table(first: np.ndarray, said: list[list[int]]) -> np.ndarray:
+    """The second Markov table of a draft that knows which id followed which in some answers."""
+    second = np.zeros_like(first)
+    for answer in said:
+        for before, after in dict(pairwise(answer)).items():
+            second[after] += 100 * first[before]
+    return second
+
+
 @cache
 def folder() -> Path:
     """The draft's checkpoint."""
@@ -62,11 +71,7 @@ def folder() -> Path:
     random = np.random.default_rng(8)
     specs = draft_parameters(read_spec(CONFIG, "here").sizes, Precision())
     tensors = {name: random.normal(size=spec.shape).astype(np.float32) / 8 for name, spec in specs.items()}
-    first = tensors["markov_head.markov_w1.weight"]
-    second = np.zeros_like(first)
-    for answer in plain():
-        for before, after in dict(pairwise(answer)).items():
-            second[after] += 100 * first[before]
+    second = table(tensors["markov_head.markov_w1.weight"], plain())
     save_file({**tensors, "markov_head.markov_w2.weight": second}, home / "model.safetensors")
     (home / "config.json").write_text(json.dumps(CONFIG))
     return home

@@ -118,13 +118,29 @@ def asked_by(request: Request, ids: list[int], prompt: int) -> tuple:
     return what_is_asked("full", sampling, extras, 0, np.bincount(ids[:prompt], minlength=VOCAB) > 0, counts)
 
 
-def alone(request: Request, capacity: int, allowed: np.ndarray) -> tuple[list[int], str]:
-    """What a request draws and why it ends, without slots, pages or anybody else."""
+def kept(anchor: int, token: int, length: int) -> int:
+    """How many of ``length`` drafts are right in the step from a place in the sequence; the others leave rows behind."""
+    return min(length, (anchor * 7 + token) % (length + 2))
+
+
+def alone(request: Request, capacity: int, allowed: np.ndarray, drafts: int = 0) -> tuple[list[int], str]:
+    """What a request draws and why it ends, without slots, pages or anybody else.
+
+    With drafts, what is drawn at a temperature depends on where its step began, as the random numbers of real ones do.
+    """
     ids, prompt = list(request.ids), len(request.ids)
+    warm = bool(drafts) and not request.extras and request.temperature >= GREEDY_BELOW
+    anchor, left = None, 1  # the first id is drawn without drafts
     while True:
+        if warm and not left:
+            anchor = len(ids) - 1
+            length = min(drafts, request.max_tokens - (len(ids) - prompt) - 1, capacity - 1 - anchor)
+            left = kept(anchor, ids[-1], length) + 1
+        left -= 1
         words = packed(np.ones(VOCAB, bool)) if request.grammar is None else request.grammar.mask()
         told = seen(ids, request.images)
-        token = choose(told, fold(told), asked_by(request, ids, prompt), words, allowed)
+        asked = asked_by(request, ids, prompt) + (() if anchor is None else (anchor,))
+        token = choose(told, fold(told), asked, words, allowed)
         if token < 0:
             return ids[prompt:], "error"
         ids.append(token)
@@ -161,12 +177,17 @@ class FakeDevice:
     checkpoints: int
     groups: int = 1
     top: int = 20
+    drafts: int = 0
     shapes: set = field(default_factory=set)
 
     @property
     def steps(self) -> Any:
         config, precision = SimpleNamespace(vocab=VOCAB, hidden=1), SimpleNamespace(activation=np.dtype(np.float32))
         return SimpleNamespace(capacity=self.capacity, block=self.block, config=config, precision=precision)
+
+    @property
+    def stride(self) -> int:
+        return self.drafts + 1
 
     @property
     def table(self) -> int:
@@ -232,33 +253,45 @@ class FakeDevice:
         return cache, told, Drawn(ids, logprobs, Alternatives(top, -top.astype(np.float32)))
 
     def decode(self, kind: str):
-        def run(params, cache, tables, rows, sampling, extras, limits, steps):
-            self._used(kind, tables, *rows, *sampling, *extras, *limits, steps)
+        def run(params, cache, tables, rows, sampling, extras, limits, steps, *allowances):
+            self._used(kind, tables, *rows, *sampling, *extras, *limits, steps, *allowances)
+            (most,) = allowances or (np.full(self.slots, -1),)
             token, position, budget, status = (np.array(array) for array in rows)
-            ids, logprobs = (
-                np.full((self.slots, self.block), -1, np.int32),
-                np.zeros((self.slots, self.block), np.float32),
-            )
-            top = np.zeros((self.slots, self.block, self.top), np.int32)
+            width = self.block * self.stride
+            ids, logprobs = np.full((self.slots, width), -1, np.int32), np.zeros((self.slots, width), np.float32)
+            top = np.zeros((self.slots, width, self.top), np.int32)
+            stayed, verified = np.zeros((self.slots, self.stride), np.int32), np.zeros(self.slots, np.int32)
             for step in range(min(int(steps), self.block)):
                 for row in np.flatnonzero(status == RUNNING):
                     group, slot = divmod(int(row), self.slots // self.groups)
-                    if tables[row, position[row] // self.page] < 0:
+                    length = min(max(int(most[row]), 0), budget[row] - 1, self.capacity - 1 - position[row])
+                    table = tables[row]
+                    if table[(position[row] + length) // self.page] < 0:
                         continue  # pauses
-                    self._write(cache, group, slot, tables[row], position[row], token[row])
-                    position[row], budget[row] = position[row] + 1, budget[row] - 1
-                    found = self._draw(
-                        cache, kind, group, slot, tables[row], position[row], sampling, extras, limits, row
-                    )
-                    status[row] = self._verdict(found, limits, row, budget[row], position[row])
-                    ids[row, step] = token[row] = found
-                    logprobs[row, step], top[row, step] = -found, _likeliest(found, self.top)
+                    first = position[row]
+                    anchor = int(first) if most[row] >= 0 and sampling.temperature[row] >= GREEDY_BELOW else None
+                    right = kept(int(first), int(token[row]), int(length))
+                    for place in range(first, first + length + 1):
+                        cache.pages[group, table[place // self.page], place % self.page] = POISON
+                    for place in range(right + 1):
+                        self._write(cache, group, slot, table, position[row], token[row])
+                        position[row], budget[row] = position[row] + 1, budget[row] - 1
+                        found = self._draw(
+                            cache, kind, group, slot, table, position[row], sampling, extras, limits, row, anchor
+                        )
+                        status[row] = self._verdict(found, limits, row, budget[row], position[row])
+                        at = step * self.stride + place
+                        ids[row, at] = token[row] = found
+                        logprobs[row, at], top[row, at] = -found, _likeliest(found, self.top)
+                        if status[row] != RUNNING:
+                            break
+                    if most[row] >= 0:
+                        verified[row] += length
+                        stayed[row, min(place, right)] += 1
             told = Rows(token, position, budget, status)
-            return (
-                cache,
-                told,
-                Drawn(ids, logprobs, Alternatives(top, -top.astype(np.float32)) if kind == "full" else ()),
-            )
+            alternatives = Alternatives(top, -top.astype(np.float32)) if kind == "full" else ()
+            tally = SimpleNamespace(stayed=stayed, verified=verified) if self.drafts else ()
+            return cache, told, Drawn(ids, logprobs, alternatives, tally)
 
         return run
 
@@ -295,10 +328,13 @@ class FakeDevice:
         cache.pages[group, page, position % self.page] = token
         cache.states[group, slot] = after(int(cache.states[group, slot]), int(token))
 
-    def _draw(self, cache, kind, group, slot, table, position, sampling, extras, limits, row) -> int:
+    def _draw(
+        self, cache, kind, group, slot, table, position, sampling, extras, limits, row, anchor: int | None = None
+    ) -> int:
         held = table[: -(-int(position) // self.page)]
         read = cache.pages[group, held].ravel()[:position].tolist()
         asked = what_is_asked(kind, sampling, extras, row, cache.prompt[group, slot], cache.drawn[group, slot])
+        asked += () if anchor is None else (anchor,)
         words = extras.mask[row] if kind == "full" else packed(np.ones(VOCAB, bool))
         found = choose(read, int(cache.states[group, slot]), asked, words, limits.allowed)
         if kind == "full" and found >= 0:

@@ -40,8 +40,9 @@ class Parity:
 class Life:
     """Runs requests and gathers what they draw."""
 
-    def __init__(self, limits: EngineLimits, groups: int = 1, block: int = BLOCK) -> None:
-        self.device = FakeDevice(CAPACITY, block, limits.slots, limits.pages, limits.page, limits.checkpoints, groups)
+    def __init__(self, limits: EngineLimits, groups: int = 1, block: int = BLOCK, drafts: int = 0) -> None:
+        sizes = (limits.slots, limits.pages, limits.page, limits.checkpoints)
+        self.device = FakeDevice(CAPACITY, block, *sizes, groups, drafts=drafts)
         self.allowed = ~np.isin(np.arange(VOCAB), [11, fake.NAN])
         self.engine = Engine(self.device, {}, self.allowed, limits, images=True)
         self.engine.warm()
@@ -129,7 +130,7 @@ class Life:
             told = self.events[number]
             drawn = [event.token for event in told if event.token is not None]
             grammar = replace(request.grammar) if request.grammar else None
-            wanted, finish = fake.alone(replace(request, grammar=grammar), CAPACITY, self.allowed)
+            wanted, finish = fake.alone(replace(request, grammar=grammar), CAPACITY, self.allowed, self.device.drafts)
             if number in self.cancelled:
                 assert drawn == wanted[: len(drawn)]
                 continue

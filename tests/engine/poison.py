@@ -23,16 +23,21 @@ def poison(engine: Engine) -> None:
     def layer(entry: Any) -> Any:
         if isinstance(entry, KdaCache):
             return states_of(entry, states)
-        pool = np.array(_spoil(entry.latent, pages))
+        return entry._replace(latent=pool_of(entry.latent))
+
+    def pool_of(array: jax.Array) -> jax.Array:
+        pool = np.array(_spoil(array, pages))
         local, page = len(pool) // len(groups), pool.shape[1]
         for group, held, position in beyond:
             for index, number in enumerate(held):
                 pool[group * local + number, max(position - index * page, 0) :] = np.nan
-        return entry._replace(latent=jax.device_put(pool, entry.latent.sharding))
+        return jax.device_put(pool, array.sharding)
 
     cache = engine._cache
     engine._cache = cache._replace(
-        layers=tuple(map(layer, cache.layers)), kept=tuple(states_of(entry, kept) for entry in cache.kept)
+        layers=tuple(map(layer, cache.layers)),
+        kept=tuple(states_of(entry, kept) for entry in cache.kept),
+        context=jax.tree.map(pool_of, cache.context),
     )
 
 
