@@ -1,10 +1,10 @@
-"""``kimi-jax eval``: what a served model's answers are worth. ``gsm8k`` and ``tools``, over HTTP as any client would.
+"""``kimi-jax eval``: what a model's answers are worth. ``gsm8k`` and ``tools`` over HTTP as any client would; ``nano`` offline.
 
 Keys of ``--json``: ``evaluation``, ``url``, ``model``, ``seconds``. For gsm8k also ``fewshot``, ``endpoint``,
 ``questions``, and ``strict``, ``strict_error``, ``flexible``, ``flexible_error``: the harness's two ways to read an
 answer, shares of 1. For tools also ``requests``, ``without_fault``, ``with_calls``, ``calls``, ``valid_calls`` (shares
 of 1), ``finish_reasons``, ``faults`` (kind of fault -> answers), the same by kind of request under ``kinds``, and
-``examples``, a text for each fault.
+``examples``, a text for each fault. Those of nano are in ``cli/eval_nano.py``.
 """
 
 import argparse
@@ -15,6 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from kimi_jax.cli import eval_nano
 from kimi_jax.cli.model_args import ArgumentError
 from kimi_jax.evals.client import Client, ServerError
 
@@ -23,7 +24,7 @@ MOST = 100_000
 
 def add_parser(subparsers: Any) -> None:
     """Adds the verb and what can be evaluated."""
-    parser = subparsers.add_parser("eval", help="run public evaluations of a served model")
+    parser = subparsers.add_parser("eval", help="run public evaluations of a served model, or kimi-nano's own")
     evaluations = parser.add_subparsers(dest="evaluation", metavar="EVALUATION", required=True)
     gsm8k = evaluations.add_parser("gsm8k", help="school mathematics, by lm-evaluation-harness")
     _add_server(gsm8k)
@@ -46,6 +47,7 @@ def add_parser(subparsers: Any) -> None:
     tools.add_argument("--temperature", type=float, default=0.0)
     tools.add_argument("--no-thinking", dest="thinking", action="store_false", help="answers without thoughts")
     tools.add_argument("--stream", action="store_true", help="read streamed answers")
+    eval_nano.add_parser(evaluations)
 
 
 def _add_server(parser: argparse.ArgumentParser) -> None:
@@ -61,6 +63,8 @@ def _add_server(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Evaluates and prints the rates; 1 where requests failed or answers were malformed."""
+    if args.evaluation == "nano":
+        return eval_nano.run(args)
     _check(args)
     try:
         with Client(args.url, args.api_key, timeout=60.0) as client:

@@ -14,7 +14,7 @@ SPLITS: tuple[Split, Split] = ("train", "held-out")
 Pixels = UInt8[np.ndarray, "height width colours"]
 Message = dict[str, Any]
 
-ONE_IN = 5
+ONE_IN = 4
 """One wording in so many is kept for the held-out half."""
 
 
@@ -66,11 +66,11 @@ class Wording:
     def template(self, *axes: Sequence[Any]) -> tuple[Any, ...]:
         """One entry of each axis; a combination is seen by one half only.
 
-        With one axis, every fifth entry is held out as a whole. With more, every entry is trained, and every fifth combination
+        With one axis, every fourth entry is held out as a whole. With more, every entry is trained, and every fourth combination
         is not: its words are known, how they meet is new.
         """
         indices = [self.chance.randrange(len(axis)) for axis in axes]
-        # a neighbour on some axis until the combination belongs here: a few steps, as every fifth is held out
+        # a neighbour on some axis until the combination belongs here: a few steps, as every fourth is held out
         while held_out(indices) != (self.split == "held-out"):
             at = self.chance.randrange(len(axes))
             indices[at] = (indices[at] + 1) % len(axes[at])

@@ -50,7 +50,7 @@ DARK = ((20, 20, 20), (30, 30, 120), (120, 20, 20), (10, 80, 30))
 
 
 def word(wording: Wording, thinking: bool, effort: str | None) -> Example:
-    """A written word. Every fifth word is drawn in the held-out half only: it must be read, not recognised."""
+    """A written word. Every fourth word is drawn in the held-out half only: it must be read, not recognised."""
     kept = [one for at, one in enumerate(DRAWN) if (at % ONE_IN == 3) == (wording.split == "held-out")]
     shown = wording.chance.choice(kept)
     thoughts = f"{spelled(shown)}: {shown}."

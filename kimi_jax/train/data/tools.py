@@ -10,8 +10,13 @@ from kimi_jax.train.data.example import Example, Message, Wording, assistant, us
 from kimi_jax.train.data.talk import TOPICS
 from kimi_jax.train.data.tool_families import FAMILIES, Family, Said
 
-JOINS = ("{first} {second}", "{first} And then: {second}", "First: {first} Second: {second}", "{first} Also: {second}",
-         "Two things. {first} {second}")  # fmt: skip
+JOINS = (
+    "{first} {second}",
+    "{first} And then: {second}",
+    "First: {first} Second: {second}",
+    "First: {first} And then: {second}",
+    "{first} Also: {second}",
+)
 NO_TOOL = "I have no tool for that."
 REQUIRED_OF_ALL = {"type": "object", "additionalProperties": False}
 
@@ -87,9 +92,11 @@ def no_call(wording: Wording, thinking: bool, effort: str | None) -> Example:
     chance = wording.chance
     offered, asked = _scene(wording, 1)
     if chance.random() < 0.5:
-        # the one that is asked for is not there
-        left = [tool for tool in offered if tool.name != asked[0].name] or [_other(wording, offered)]
-        text, thoughts, said, needs = asked[0].text, "No tool fits.", NO_TOOL, ["no tool"]
+        # the one that is asked for is not there; the wording alone says which half this belongs to
+        missing = next(tool for tool in offered if tool.name == asked[0].name)
+        left = [tool for tool in offered if tool is not missing] or [_other(wording, offered)]
+        text = _asked(chance, missing, wording.one(missing.family.asks)).text
+        thoughts, said, needs = "No tool fits.", NO_TOOL, ["no tool"]
     else:
         name = chance.choice(("hello", "who", "thanks", "bye"))
         topic, left = TOPICS[name], offered
