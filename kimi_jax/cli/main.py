@@ -27,10 +27,8 @@ VERBS = {
     "compile": "compile the full-size steps for a target, without devices",
     "serve": "OpenAI-compatible HTTP server",
     "eval": "run public evaluations of a served model",
+    "train": "train a draft model",
     "doctor": "is this machine ready, what is missing, what works here",
-}
-COMING = {
-    "train": "train a draft model, or fine-tune",
 }
 
 
@@ -38,9 +36,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command line (default: the process's own) and returns its exit status."""
     words = list(sys.argv[1:] if argv is None else argv)
     verb = next((word for word in words if not word.startswith("-")), None)
-    if verb in COMING:
-        print(f"kimi-jax {verb} is not built yet. What works now: {', '.join(VERBS)}.", file=sys.stderr)
-        return REFUSED
     # The verb's import can fail or be interrupted too, so no argument is parsed outside the guard.
     debug = "--debug" in words
     if isinstance(sys.stdout, TextIOWrapper):
@@ -85,8 +80,6 @@ def _parser(verb: str | None) -> argparse.ArgumentParser:
         # SUPPRESS: without the flag after the verb, one before it must stay set.
         help_line = "show the traceback of an error"
         subparsers.choices[name].add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help=help_line)
-    for name, line in COMING.items():
-        subparsers.add_parser(name, help=f"{line} (not built yet)")
     return parser
 
 

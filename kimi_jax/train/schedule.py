@@ -4,13 +4,15 @@ Sources: warm-up and cosine for a draft (DSpark notes, section 12); warm-up, sta
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from kimi_jax.train.state import TrainingError
 
-Schedule = Callable[[Int[Array, ""] | int], Float[Array, ""]]
+Schedule = Callable[[Any], Float[Array, ""]]
+"""Updates done, an int or an int32 scalar -> float32."""
 
 
 def warmup_cosine(peak: float, warmup: int, steps: int, floor: float = 0.0) -> Schedule:
@@ -20,7 +22,7 @@ def warmup_cosine(peak: float, warmup: int, steps: int, floor: float = 0.0) -> S
     """
     _check(peak, floor, warmup=warmup, after=steps - warmup)
 
-    def rate(step: Int[Array, ""] | int) -> Float[Array, ""]:
+    def rate(step: Any) -> Float[Array, ""]:
         done = jnp.clip((jnp.asarray(step, jnp.float32) - warmup) / max(steps - warmup, 1), 0, 1)
         return _rising(peak, warmup, step) * (floor + (1 - floor) * 0.5 * (1 + jnp.cos(jnp.pi * done)))
 
@@ -31,14 +33,14 @@ def warmup_stable_decay(peak: float, warmup: int, stable: int, decay: int, floor
     """A straight line up to ``peak`` in ``warmup`` updates, ``stable`` updates of it, a straight line down to ``floor * peak``."""
     _check(peak, floor, warmup=warmup, stable=stable, decay=decay)
 
-    def rate(step: Int[Array, ""] | int) -> Float[Array, ""]:
+    def rate(step: Any) -> Float[Array, ""]:
         done = jnp.clip((jnp.asarray(step, jnp.float32) - warmup - stable) / max(decay, 1), 0, 1)
         return _rising(peak, warmup, step) * (1 - (1 - floor) * done)
 
     return rate
 
 
-def _rising(peak: float, warmup: int, step: Int[Array, ""] | int) -> Float[Array, ""]:
+def _rising(peak: float, warmup: int, step: Any) -> Float[Array, ""]:
     return peak * jnp.clip((jnp.asarray(step, jnp.float32) + 1) / max(warmup, 1), 0, 1)
 
 
