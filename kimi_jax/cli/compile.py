@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from kimi_jax.planning.compile import Compiled
     from kimi_jax.planning.lower import Lowered
 
-PHASES = ("decode", "prefill")
+PHASES = ("decode", "prefill", "verify")
 FALLBACK = (
     "What works without that compiler: --lower holds the program itself against the plan (weaker: no registers, temporary "
     "memory or launches; any ROCm target); --target cpu compiles the same step for fake devices of this machine."
@@ -32,7 +32,12 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         help="shortcut for the tp8 layout over N devices",
     )  # fmt: skip
     parser.add_argument("--target", "--device", dest="target", default="mi355x", help="mi355x (default), or cpu")
-    parser.add_argument("--phase", choices=PHASES, default="decode", help="the decode loop, or a chunk of a prompt")
+    parser.add_argument(
+        "--phase",
+        choices=PHASES,
+        default="decode",
+        help="the decode loop, a chunk of a prompt, or the loop that drafts and verifies",
+    )
     parser.add_argument(
         "--context", "--max-model-len", "--max-seq-len", dest="context", type=int,
         help="tokens of a sequence (default: the model's limit)",
@@ -43,6 +48,11 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser.add_argument(
         "--kv-dtype", "--kv-cache-dtype", dest="kv_dtype", help="latent rows: fp8 (default here), bfloat16, float32"
     )
+    parser.add_argument("--index-dtype", help="index keys of K3.1 Pro: fp8 (default here), bfloat16, mxfp4")
+    parser.add_argument(
+        "--draft", metavar="DRAFT",
+        help="of --phase verify: k3-mla, k3.1-gqa, k3.1-mla, a draft's folder or its config.json",
+    )  # fmt: skip
     parser.add_argument("--experts", default=None, help="packed or codes (default: as load would on the target)")
     parser.add_argument(
         "--fp8",
@@ -115,5 +125,5 @@ def _asked(args: argparse.Namespace, layout: "str | Layout") -> tuple[Any, ...]:
 
 
 def _options(args: argparse.Namespace) -> dict[str, Any]:
-    names = ("dtype", "kv_dtype", "experts", "fp8", "random", "impl")
+    names = ("dtype", "kv_dtype", "index_dtype", "experts", "fp8", "draft", "random", "impl")
     return {"tokens": args.prefill_chunk, **{name: getattr(args, name) for name in names}}

@@ -56,7 +56,14 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser.add_argument(
         "--vision", default="off", help="off (default), replicated, or split over the devices that share the heads"
     )
-    parser.add_argument("--draft", default=None, help="count a published draft: k3-mla, k3.1-gqa or k3.1-mla")
+    parser.add_argument(
+        "--draft", default=None, help="count a draft: k3-mla, k3.1-gqa, k3.1-mla, a draft's folder or its config.json"
+    )
+    parser.add_argument(
+        "--acceptance", type=_chances, metavar="P,P,...",
+        help="with --draft: chance of each drafted token to be kept once those before it are (one number: of all); "
+        "prints tokens per second for every length of a block",
+    )  # fmt: skip
     parser.add_argument("--draft-place", default="split", help="split (default) or replicated")
     parser.add_argument(
         "--prefill-chunk", type=int, default=8192, help="most prompt tokens in one call (default: 8192)"
@@ -70,6 +77,13 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     )
     parser.add_argument("--figure", metavar="FILE", help="draw what fills a device, stacked; needs matplotlib")
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
+
+
+def _chances(text: str) -> tuple[float, ...]:
+    return tuple(float(part) for part in text.split(","))
+
+
+_chances.__name__ = "list of numbers"  # what argparse calls a wrong one
 
 
 def run(args: argparse.Namespace) -> int:
@@ -92,6 +106,7 @@ def run(args: argparse.Namespace) -> int:
         vision=args.vision,
         draft=args.draft,
         draft_place=args.draft_place,
+        acceptance=args.acceptance,
         prefill_chunk=args.prefill_chunk,
         memory_fraction=args.memory_fraction,
         goal=args.search,

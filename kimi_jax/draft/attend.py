@@ -19,7 +19,7 @@ MASKED = -1e30
 
 def attend(
     query: Float[Array, "rows drafts kv_heads group dim"],
-    context: tuple[Float[Array, "rows length kv_heads dim"], Float[Array, "rows length kv_heads value"]],
+    context: tuple[Float[Array, "rows length kv_heads dim"], Float[Array, "rows length kv_heads wide"]],
     block: tuple[Float[Array, "rows drafts kv_heads dim"], Float[Array, "rows drafts kv_heads value"]],
     lengths: Int[Array, " rows"],
     *,
@@ -31,7 +31,8 @@ def attend(
 
     Args:
       query: rotated, not scaled.
-      context: keys and values of committed tokens; rows at ``lengths`` and beyond may hold anything.
+      context: keys and values of committed tokens, whose first channels count where they are wider than the block's; rows at
+        ``lengths`` and beyond may hold anything.
       block: keys and values of the drafted positions.
       lengths: committed tokens of each request; the block starts there.
       scale: of the scores.
@@ -53,6 +54,7 @@ def attend(
         # the last part may reach back over rows that were counted: they are masked
         start = jnp.minimum(index * size, length - size)
         keys, values = (_part(x, pages, start, size) for x in context)
+        values = values[..., : block[1].shape[-1]]
         place = start + jnp.arange(size)
         seen = (place >= index * size) & (place < lengths[:, None])
         return _add(state, query, keys, values, seen[:, None], scale)

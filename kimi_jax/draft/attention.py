@@ -133,7 +133,7 @@ class MlaAttention(nnx.Module):
         row, held = self._row(x, place.positions)[:, :, None], entry[0][:, :, None]
         out = attend(
             joined[:, :, None],
-            (held, held[..., :rank]),
+            (held, held),  # cut where they are read: a slice of all of them would be a copy
             (row, row[..., :rank]),
             place.starts,
             scale=(nope + sizes.rope_dim) ** -0.5 * turn.softmax,

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 
 from kimi_jax.config import KimiConfig
-from kimi_jax.loop import Steps
+from kimi_jax.draft.config_read import DraftSpec
 from kimi_jax.ops.implementation import Impl, Implementations
 from kimi_jax.placement.aot import PLATFORM, compile_only_devices
 from kimi_jax.placement.audit import Audit, audit
@@ -31,7 +31,18 @@ from kimi_jax.planning.peak import peak_bytes
 from kimi_jax.planning.plan import plan
 from kimi_jax.planning.record import Plan
 from kimi_jax.planning.step_parts import part_of_step
-from kimi_jax.planning.step_program import Phase, byte_problems, check_asked, never_passed, trace_step
+from kimi_jax.planning.step_program import (
+    Phase,
+    byte_problems,
+    check_asked,
+    described,
+    is_cache,
+    is_carried,
+    never_passed,
+    steps_of,
+    tokens_of,
+    trace_step,
+)
 from kimi_jax.precision import ExpertForm
 
 
@@ -49,8 +60,8 @@ class Compiled:
 
     Attributes:
       plan: of the same ask; its bytes are what the arguments must weigh.
-      phase: ``decode`` loops over steps on the device; ``prefill`` is one chunk of ``tokens`` and the first drawn id.
-      tokens: new tokens of each row in a step.
+      phase: ``decode`` and ``verify`` loop over steps on the device; ``prefill`` is one chunk of ``tokens`` and the first drawn id.
+      tokens: new tokens of each row in a step: of a verification those that the target looks at.
       impls: what each op runs.
       audit: what the compiler's output says.
       kernels: of a GPU target; one that this process built for an earlier program is found by its name (``of_program``).
@@ -74,24 +85,28 @@ class Compiled:
     @property
     def parameter_bytes(self) -> int:
         """Parameters on one device: those passed and those dropped."""
-        return _bytes_of(self.audit, "params[") + sum(self.dropped.values())
+        passed = sum(argument.bytes for argument in self.audit.arguments if argument.name.startswith("params["))
+        return passed + sum(self.dropped.values())
 
     @property
     def cache_bytes(self) -> int:
         """Caches on one device, as passed."""
-        return _bytes_of(self.audit, "cache[")
+        return sum(argument.bytes for argument in self.audit.arguments if is_cache(argument.name))
+
+    @property
+    def carried_bytes(self) -> int:
+        """What a step must update in place: the caches, and what a draft counts."""
+        return sum(argument.bytes for argument in self.audit.arguments if is_carried(argument.name))
 
     @property
     def problems(self) -> list[str]:
         """Where the compiled step and the plan disagree; empty when they do not."""
         found = byte_problems(self.parameter_bytes, self.cache_bytes, self.plan)
-        lost = [
-            a.name for a in self.audit.arguments if a.name.startswith("cache[") and a.name not in self.audit.aliased
-        ]
-        if lost or self.audit.memory.aliased != self.cache_bytes:
+        lost = [a.name for a in self.audit.arguments if is_carried(a.name) and a.name not in self.audit.aliased]
+        if lost or self.audit.memory.aliased != self.carried_bytes:
             named = f": {', '.join(lost[:4])}{' ...' if len(lost) > 4 else ''}" if lost else ""
             found.append(
-                f"{self.audit.memory.aliased:,} bytes are updated in place, the caches take {self.cache_bytes:,}{named}"
+                f"{self.audit.memory.aliased:,} bytes are updated in place, the caches take {self.carried_bytes:,}{named}"
             )
         return found
 
@@ -118,8 +133,10 @@ def compile_step(
     tokens: int = 2048,
     dtype: str = "bfloat16",
     kv_dtype: str | None = None,
+    index_dtype: str | None = None,
     experts: ExpertForm | None = None,
     fp8: str = "none",
+    draft: str | Path | DraftSpec | None = None,
     random: bool = False,
     impl: Impl | None = None,
     budget: str | Path | None = None,
@@ -130,32 +147,34 @@ def compile_step(
       config_or_name: as for ``plan``.
       layout: as for ``plan``.
       target: a device whose file has a [compiler] table, or ``cpu`` for fake devices of this machine.
-      phase: ``decode``, the whole loop on the device; ``prefill``, one chunk.
+      phase: ``decode`` or ``verify``, the whole loop on the device; ``prefill``, one chunk.
       context: tokens that each sequence can hold; the model's limit where omitted.
       batch: sequences of the call, over the whole mesh.
       tokens: new tokens of each row in a prefill chunk.
-      dtype, kv_dtype, experts, fp8: as for ``plan``.
+      dtype, kv_dtype, index_dtype, experts, fp8: as for ``plan``.
+      draft: of a verification: a published name, a draft's folder or its config.json.
       random: whether rows may draw with a temperature.
       impl: what every op runs: ``reference`` (XLA) or ``pallas``; where omitted, what the target would run.
       budget: shipped name or file of the budget that the step is held against.
 
     Raises:
-      ConfigError, DeviceError, PlanError, LayoutError: as ``plan``.
+      ConfigError, DeviceError, DraftError, PlanError, LayoutError: as ``plan``.
       TargetError: the target cannot be compiled for on this machine, and why.
-      CompileError: an unknown phase or implementation.
+      CompileError: an unknown phase or implementation, a draft without its phase or the reverse.
     """
     allowed = None if budget is None else load_budget(budget)
+    drafter = described(draft)
     planned = plan(
-        config_or_name, layout, target, context, batch, dtype=dtype, kv_dtype=kv_dtype, experts=experts, fp8=fp8,
-        prefill_chunk=tokens,
+        config_or_name, layout, target, context, batch, dtype=dtype, kv_dtype=kv_dtype, index_dtype=index_dtype,
+        experts=experts, fp8=fp8, prefill_chunk=tokens, draft=drafter and drafter.sizes,
     )  # fmt: skip
     ask = planned.ask
-    check_asked(phase, impl, ask.device.platform)
+    check_asked(phase, impl, ask.device.platform, drafter is not None)
     compiles_only = ask.device.platform != "cpu"
     devices = compile_only_devices(ask.device, ask.placed.devices) if compiles_only else jax.devices("cpu")
     impls = None if impl is None else Implementations.all(impl)
-    steps = Steps(ask.config, ask.placed, make_mesh(ask.placed, devices), ask.running, ask.length, impls=impls)
-    chunk = ask.chunk if phase == "prefill" else 1
+    steps = steps_of(ask, make_mesh(ask.placed, devices), impls, drafter)
+    chunk = tokens_of(ask, phase, drafter)
     with tempfile.TemporaryDirectory(prefix="kimi-jax-compile-") as folder:
         earlier = _kernel_files()
         began = time.perf_counter()
@@ -166,8 +185,8 @@ def compile_step(
         done = time.perf_counter()
         thunks = _launch_sequence(folder)
     program = parse(compiled.as_text())
-    loops = phase == "decode"
-    expected = expected_bytes(planned) if loops else None
+    loops = phase != "prefill"
+    expected = expected_bytes(planned, 0 if drafter is None else drafter.drafts) if loops else None
     found = audit(program, compiled.memory_analysis(), part_of_step, thunks, expected, loops_over_steps=loops)
     started = {kernel.name for kernel in found.launches.kernels} if found.launches else set()
     kernels = of_program(read_kernels(_kernel_files() - earlier), read_kernels(earlier), started)
@@ -215,7 +234,3 @@ def _launch_sequence(folder: str) -> str | None:
     """The compiler's list of launches; None where the target writes none."""
     found = sorted(Path(folder).glob("*thunk_sequence_after_thunk_passes.txt"))
     return found[0].read_text() if found else None
-
-
-def _bytes_of(found: Audit, prefix: str) -> int:
-    return sum(argument.bytes for argument in found.arguments if argument.name.startswith(prefix))

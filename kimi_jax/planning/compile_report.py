@@ -1,7 +1,7 @@
 """The report of a compiled step, as plain values and as text.
 
 Keys of the JSON form (sizes in bytes on one device; counts per step, the body of a loop once):
-  config, layout, target, devices, phase, batch, context, tokens, jax: what was compiled.
+  config, layout, target, devices, phase, draft, batch, context, tokens, jax: what was compiled; draft is null or its name.
   implementations: {op: reference, pallas or interpret}.
   seconds: {lower, compile}; peak_bytes: most memory of this process.
   memory: {arguments, outputs, aliased, temp}.
@@ -26,10 +26,12 @@ from typing import Any
 
 import jax
 
+from kimi_jax.draft.config import draft_name
 from kimi_jax.placement.audit import Launches, Reader
 from kimi_jax.placement.codeobjects import Kernel
 from kimi_jax.placement.moved import Again, Moved
 from kimi_jax.planning.compile import Compiled
+from kimi_jax.planning.step_program import phase_name
 
 GIB = 1 << 30
 SHOWN = 12
@@ -47,6 +49,7 @@ def as_json(found: Compiled) -> dict[str, Any]:
         "target": ask.device.name,
         "devices": ask.placed.devices,
         "phase": found.phase,
+        "draft": draft_name(ask.draft) if ask.draft else None,
         "batch": ask.rows,
         "context": ask.length,
         "tokens": found.tokens,
@@ -162,7 +165,7 @@ def render(found: Compiled) -> str:
 
 def _head(found: Compiled) -> Iterator[str]:
     ask, seconds = found.plan.ask, found.seconds
-    what = "the decode loop" if found.phase == "decode" else f"a prefill chunk of {found.tokens:,} tokens"
+    what = phase_name(ask, found.phase, found.tokens)
     yield f"{ask.config.name} on {ask.placed.name}: {what}, compiled for {ask.placed.devices} x {ask.device.name}"
     yield f"batch {ask.rows}, {ask.length:,} tokens a sequence, JAX {jax.__version__}"
     yield f"ops: {found.impls}"

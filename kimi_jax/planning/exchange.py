@@ -21,20 +21,27 @@ class Local:
       rows: sequences.
       tokens: new tokens of each.
       context: cached tokens of each before the call.
+      held: whether recurrent states stay as they are until a verdict, and every token is scored: a verification.
     """
 
     rows: float
     tokens: int
     context: int
+    held: bool = False
 
     @property
     def new(self) -> float:
         """New tokens of all sequences."""
         return self.rows * self.tokens
 
+    @property
+    def scored(self) -> float:
+        """Tokens that the head scores."""
+        return self.new if self.held else self.rows
+
 
 def collectives(config: KimiConfig, parallel: Parallel, precision: Precision, local: Local) -> list[Collective]:
-    """Every collective of a greedy call that draws one id per row."""
+    """Every collective of a greedy call that draws one id per row, or judges every token of a verification."""
     item = precision.activation.itemsize
     hidden = local.new * config.hidden * item
     kda, mla = len(config.layers_of("kda")), len(config.layers_of("mla"))
@@ -46,7 +53,9 @@ def collectives(config: KimiConfig, parallel: Parallel, precision: Precision, lo
         _one(parallel, "dense MLP", "all-reduce", config.dense_layers, hidden, "ffn"),
         *_experts(config, parallel, local.new, item),
         *_split_sequence(config, parallel, precision, local),
-        _one(parallel, "drawn ids", "all-gather", 1, local.rows * SAMPLE_NUMBERS * 4 * parallel.size("vocab"), "vocab"),
+        _one(
+            parallel, "drawn ids", "all-gather", 1, local.scored * SAMPLE_NUMBERS * 4 * parallel.size("vocab"), "vocab"
+        ),
         _one(parallel, "rows still running", "all-reduce", 1, 4, "batch"),
     ]
     return [each for each in found if each.participants > 1 and each.count]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kimi_jax.config import KimiConfig
-from kimi_jax.loop import Steps
+from kimi_jax.draft.config_read import DraftSpec
 from kimi_jax.ops.implementation import Impl, Implementations
 from kimi_jax.placement.device import Device
 from kimi_jax.placement.layout import Layout
@@ -21,7 +21,18 @@ from kimi_jax.planning.expected_kernels import expected_kernels
 from kimi_jax.planning.peak import peak_bytes
 from kimi_jax.planning.plan import plan
 from kimi_jax.planning.record import Plan
-from kimi_jax.planning.step_program import Phase, byte_problems, check_asked, never_passed, trace_step
+from kimi_jax.planning.step_program import (
+    Phase,
+    byte_problems,
+    check_asked,
+    described,
+    is_cache,
+    is_carried,
+    never_passed,
+    steps_of,
+    tokens_of,
+    trace_step,
+)
 from kimi_jax.precision import ExpertForm
 
 PLATFORM = "rocm"
@@ -34,7 +45,7 @@ class Lowered:
 
     Attributes:
       plan: of the same ask; its bytes are what the arguments must weigh.
-      phase: ``decode`` loops over steps on the device; ``prefill`` is one chunk of ``tokens`` and the first drawn id.
+      phase: ``decode`` and ``verify`` loop over steps on the device; ``prefill`` is one chunk of ``tokens`` and the first drawn id.
       tokens: new tokens of each row in a step.
       impls: what each op runs.
       program: what the lowered program says.
@@ -57,26 +68,24 @@ class Lowered:
     @property
     def parameter_bytes(self) -> int:
         """Parameters on one device: those passed and those dropped."""
-        return self._bytes_of("params[") + sum(self.dropped.values())
+        passed = sum(a.bytes for a in self.program.arguments if a.name.startswith("params["))
+        return passed + sum(self.dropped.values())
 
     @property
     def cache_bytes(self) -> int:
         """Caches on one device, as passed."""
-        return self._bytes_of("cache[")
+        return sum(argument.bytes for argument in self.program.arguments if is_cache(argument.name))
 
     @property
     def donated_bytes(self) -> int:
         """Arguments on one device whose memory the results may take over."""
         return sum(argument.bytes for argument in self.program.arguments if argument.donated)
 
-    def _bytes_of(self, prefix: str) -> int:
-        return sum(argument.bytes for argument in self.program.arguments if argument.name.startswith(prefix))
-
     @property
     def problems(self) -> list[str]:
         """Where the lowered step disagrees with the plan or misses kernels; empty when it does not."""
         found = byte_problems(self.parameter_bytes, self.cache_bytes, self.plan)
-        wrong = [a.name for a in self.program.arguments if a.donated != a.name.startswith("cache[")]
+        wrong = [a.name for a in self.program.arguments if a.donated != is_carried(a.name)]
         if wrong:
             named = f"{', '.join(wrong[:4])}{' ...' if len(wrong) > 4 else ''}"
             found.append(f"{self.donated_bytes:,} bytes are donated, the caches take {self.cache_bytes:,}: {named}")
@@ -110,28 +119,32 @@ def lower_step(
     tokens: int = 2048,
     dtype: str = "bfloat16",
     kv_dtype: str | None = None,
+    index_dtype: str | None = None,
     experts: ExpertForm | None = None,
     fp8: str = "none",
+    draft: str | Path | DraftSpec | None = None,
     random: bool = False,
     impl: Impl | None = None,
 ) -> Lowered:
     """Lowers a step of a model at full size for a target; needs no plugin, no wheel and no devices.
 
     Args:
-      config_or_name, layout, phase, context, batch, tokens, dtype, kv_dtype, experts, fp8, random, impl: as ``compile_step``.
+      config_or_name, layout, phase, context, batch, tokens, dtype, kv_dtype, index_dtype, experts, fp8, draft, random, impl: as
+        ``compile_step``.
       target: a ROCm device; its file need not have a [compiler] table.
 
     Raises:
-      ConfigError, DeviceError, PlanError, LayoutError: as ``plan``.
+      ConfigError, DeviceError, DraftError, PlanError, LayoutError: as ``plan``.
       TargetError: the target is of another platform.
-      CompileError: an unknown phase or implementation.
+      CompileError: an unknown phase or implementation, a draft without its phase or the reverse.
     """
+    drafter = described(draft)
     planned = plan(
-        config_or_name, layout, target, context, batch, dtype=dtype, kv_dtype=kv_dtype, experts=experts, fp8=fp8,
-        prefill_chunk=tokens,
+        config_or_name, layout, target, context, batch, dtype=dtype, kv_dtype=kv_dtype, index_dtype=index_dtype,
+        experts=experts, fp8=fp8, prefill_chunk=tokens, draft=drafter and drafter.sizes,
     )  # fmt: skip
     ask = planned.ask
-    check_asked(phase, impl, ask.device.platform)
+    check_asked(phase, impl, ask.device.platform, drafter is not None)
     if ask.device.platform != PLATFORM or not ask.device.target:
         named = f"its platform is {ask.device.platform!r} and its chip {ask.device.target!r}"
         works = "What works: --lower for mi355x or mi300x, or --target cpu without --lower."
@@ -140,8 +153,8 @@ def lower_step(
         )
     impls = None if impl is None else Implementations.all(impl)
     mesh = abstract_mesh(ask.placed, ask.device)
-    steps = Steps(ask.config, ask.placed, mesh, ask.running, ask.length, impls=impls)
-    chunk = ask.chunk if phase == "prefill" else 1
+    steps = steps_of(ask, mesh, impls, drafter)
+    chunk = tokens_of(ask, phase, drafter)
     began = time.perf_counter()
     lowered = trace_step(steps, phase, ask.rows, chunk, random).lower(lowering_platforms=(PLATFORM,))
     seconds = time.perf_counter() - began
@@ -149,6 +162,8 @@ def lower_step(
     dropped = never_passed(steps, program.arguments)
     rows = ask.rows // ask.placed.parts("batch")
     expected = expected_kernels(ask.config, steps.implementations, rows, chunk, random, ask.length)
+    if phase == "verify":  # its recurrent layers are XLA's
+        expected = {kernel: least for kernel, least in expected.items() if kernel.op != "kda"}
     return Lowered(
         planned, phase, chunk, steps.implementations, program, dropped, expected, seconds, peak_bytes()
     )  # fmt: skip

@@ -2,7 +2,7 @@
 
 Keys of the JSON form (sizes in bytes on one device; counts per step: a function as often as it is called, the body of a
 loop and each branch of a choice once):
-  config, layout, target, devices, phase, batch, context, tokens, jax, implementations: as in ``compile_report.py``.
+  config, layout, target, devices, phase, draft, batch, context, tokens, jax, implementations: as in ``compile_report.py``.
   evidence: what this says and what it does not, in one sentence.
   seconds: {lower}; peak_bytes: most memory of this process.
   arguments: {parameters, cache, all, donated, donated_count}: all are those passed; parameters count dropped ones too.
@@ -16,7 +16,9 @@ from typing import Any
 
 import jax
 
+from kimi_jax.draft.config import draft_name
 from kimi_jax.planning.lower import Lowered
+from kimi_jax.planning.step_program import phase_name
 
 GIB = 1 << 30
 
@@ -35,6 +37,7 @@ def as_json(found: Lowered) -> dict[str, Any]:
         "target": ask.device.name,
         "devices": ask.placed.devices,
         "phase": found.phase,
+        "draft": draft_name(ask.draft) if ask.draft else None,
         "batch": ask.rows,
         "context": ask.length,
         "tokens": found.tokens,
@@ -76,7 +79,7 @@ def render(found: Lowered) -> str:
 
 def _head(found: Lowered) -> Iterator[str]:
     ask = found.plan.ask
-    what = "the decode loop" if found.phase == "decode" else f"a prefill chunk of {found.tokens:,} tokens"
+    what = phase_name(ask, found.phase, found.tokens)
     yield f"{ask.config.name} on {ask.placed.name}: {what}, lowered for {ask.placed.devices} x {ask.device.name}"
     yield f"batch {ask.rows}, {ask.length:,} tokens a sequence, JAX {jax.__version__}"
     yield f"ops: {found.impls}"

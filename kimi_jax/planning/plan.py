@@ -1,11 +1,12 @@
 """The plan of a configuration on a layout: bytes, bounds, and whether it fits; no weights and no devices needed."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar, get_args
 
 from kimi_jax.config import KimiConfig, load_config
-from kimi_jax.draft.config import DraftConfig, published_draft
+from kimi_jax.draft.config import DraftConfig
+from kimi_jax.draft.published import named_draft
 from kimi_jax.placement.device import Device, load_device
 from kimi_jax.placement.layout import Layout, LayoutError, load_fitting, load_layout, validate
 from kimi_jax.planning.ask import Ask, DraftPlace, VisionPlace, changed
@@ -14,6 +15,7 @@ from kimi_jax.planning.fit import fit
 from kimi_jax.planning.record import Plan
 from kimi_jax.planning.search import search
 from kimi_jax.planning.sizes import count_parameters, sizes
+from kimi_jax.planning.speculation import acceptance_problems, speculate
 from kimi_jax.planning.trade import latent_trade
 from kimi_jax.precision import ExpertForm, Precision, choose_precision
 from kimi_jax.problems import ProblemsError
@@ -41,8 +43,9 @@ def plan(
     experts: ExpertForm | None = None,
     fp8: str | Fp8Policy = "none",
     vision: VisionPlace = "off",
-    draft: str | DraftConfig | None = None,
+    draft: str | Path | DraftConfig | None = None,
     draft_place: DraftPlace = "split",
+    acceptance: Sequence[float] | None = None,
     prefill_chunk: int = 8192,
     memory_fraction: float = 0.93,
     goal: str | None = None,
@@ -64,8 +67,9 @@ def plan(
         (quant/fp8_policy.py).
       vision: ``off`` for text alone (``load(vision=False)``), ``replicated`` as ``load`` has it, or ``split`` over the devices that
         share the heads.
-      draft: a published draft to count (``k3-mla``, ``k3.1-gqa``, ``k3.1-mla``) or its sizes.
+      draft: a published draft to count (``k3-mla``, ``k3.1-gqa``, ``k3.1-mla``), a draft's folder or config.json, or its sizes.
       draft_place: ``split`` cuts the draft's heads and MLPs, ``replicated`` keeps them whole.
+      acceptance: chance of each drafted place to be kept once those before it are, or one for all: also find the best length.
       prefill_chunk: most prompt tokens of one call; decides the scratch of Attention Residuals.
       memory_fraction: share of a device's memory that weights and state may take.
       goal: also rank the shipped layouts for ``latency``, ``throughput`` or ``longest-context``.
@@ -87,8 +91,11 @@ def plan(
     )
     policy = _try(problems, lambda: fp8_policy(fp8), Fp8Policy())
     problems += form_problems(policy, chosen.target, chosen.name)
-    drafted = _try(problems, lambda: published_draft(draft) if isinstance(draft, str) else draft, None)
+    drafted = _try(problems, lambda: named_draft(draft).sizes if isinstance(draft, str | Path) else draft, None)
     problems += _part_problems(config, vision, drafted, draft_place)
+    if acceptance is not None:
+        alone = ["acceptance without a draft: name one whose acceptance it is"] if draft is None else []
+        problems += alone if drafted is None else acceptance_problems(acceptance, drafted.block)
     if problems:
         raise PlanError(f"{config.name} cannot be planned as asked", problems)
     single = Layout("single", mesh={"device": 1})
@@ -110,7 +117,8 @@ def plan(
     found = sizes(ask)
     ranking = None if goal is None else search(ask, goal)
     answer = fit(ask, found)
-    return Plan(ask, found, count_parameters(ask), answer, all_calls(ask), latent_trade(ask), ranking)
+    lengths = None if acceptance is None else speculate(ask, acceptance)
+    return Plan(ask, found, count_parameters(ask), answer, all_calls(ask), latent_trade(ask), ranking, lengths)
 
 
 def _placed(ask: Ask, layout: str | Path | Layout) -> Ask:

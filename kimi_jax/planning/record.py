@@ -10,6 +10,7 @@ from kimi_jax.planning.bounds import Call
 from kimi_jax.planning.fit import Fit
 from kimi_jax.planning.search import Search
 from kimi_jax.planning.sizes import Parameters, Sizes, sizes
+from kimi_jax.planning.speculation import Speculation
 from kimi_jax.planning.trade import Trade
 
 
@@ -25,6 +26,7 @@ class Plan:
       calls: decode steps and prefill chunks with their bounds.
       trade: whether splitting the replicated projections pays, where the layout can.
       ranking: the shipped layouts for a goal, where one was given.
+      speculation: every length of the draft's block, where there is a draft and a table of its acceptance.
     """
 
     ask: Ask
@@ -34,6 +36,7 @@ class Plan:
     calls: tuple[Call, ...]
     trade: Trade | None = None
     ranking: Search | None = None
+    speculation: Speculation | None = None
 
     @property
     def weight_bytes(self) -> int:

@@ -25,6 +25,12 @@ Times are milliseconds.
   ``count``, ``bytes``, ``participants``, ``sent_bytes``, ``ms``), ``unknown`` (numbers that the device file lacks).
 ``latent_trade``: null, or what splitting latent projections, router and query latent changes in a decode step with
   nothing cached: ``bytes_saved``, ``read_ms_saved``, ``collectives_added``, ``collective_ms_added``, ``worth``.
+``speculation``: null, or every length of the draft's block: ``acceptance`` (chance of each place), ``held`` (tokens of each
+  sequence), ``record_bytes`` and ``recurrent_bytes`` of one device (what the longest block keeps until its verdict; states and
+  windows, which are written once a step), ``launch_us`` (assumed costs of a launch where the device file knows none), ``lengths``
+  (list of ``drafts``, ``verified`` (tokens of a sequence that the target looks at), ``mean_length`` (tokens that stay of a step),
+  ``experts_touched``, ``bytes``, ``lower_ms``, ``bound_by``, ``modelled_ms``, ``launches``, ``collectives``, ``collective_ms``,
+  ``speeds`` (tokens/s of the whole mesh, for each cost of a launch)), ``best`` (list of ``us``, ``drafts``, ``speed``).
 ``search``: null, or ``goal``, ``ranked`` (list of ``layout``, ``value``, ``batch``, ``device_bytes``, ``step_ms``),
   ``refused`` (list of ``layout``, ``why``), ``why`` (lines).
 ``notes``: lines that a reader of the numbers should know.
@@ -44,6 +50,7 @@ from kimi_jax.planning.parts import LABELS
 from kimi_jax.planning.record import Plan
 from kimi_jax.planning.search import Search
 from kimi_jax.planning.sizes import Sizes
+from kimi_jax.planning.speculation import Speculation
 from kimi_jax.planning.trade import Trade
 
 GB, GIB = 10**9, 2**30
@@ -103,6 +110,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         },
         "calls": [_call(call) for call in plan.calls],
         "latent_trade": _trade(plan.trade) if plan.trade else None,
+        "speculation": _speculation(plan.speculation) if plan.speculation else None,
         "search": _search(plan.ranking) if plan.ranking else None,
         "notes": list(notes(plan)),
     }
@@ -228,6 +236,39 @@ def _trade(trade: Trade) -> dict[str, Any]:
         "collectives_added": trade.collectives_added,
         "collective_ms_added": milliseconds(trade.exchange_added),
         "worth": trade.worth,
+    }
+
+
+def _speculation(found: Speculation) -> dict[str, Any]:
+    costs = [round(cost * 1e6, 3) for cost in found.launch_seconds]
+    best = [found.best(at) for at in range(len(costs))]
+    return {
+        "acceptance": list(found.acceptance),
+        "held": found.context,
+        "record_bytes": round(found.record_bytes),
+        "recurrent_bytes": found.state_bytes,
+        "launch_us": costs,
+        "lengths": [
+            {
+                "drafts": each.drafts,
+                "verified": each.drafts + 1,
+                "mean_length": round(each.tokens, 4),
+                "experts_touched": round(each.experts, 2),
+                "bytes": round(each.bound.bytes),
+                "lower_ms": milliseconds(each.bound.lower),
+                "bound_by": each.bound.by,
+                "modelled_ms": milliseconds(each.bound.modelled),
+                "launches": each.bound.launches,
+                "collectives": each.bound.collectives,
+                "collective_ms": milliseconds(each.bound.exchange_seconds),
+                "speeds": [None if speed is None else round(speed, 2) for speed in each.speeds],
+            }
+            for each in found.lengths
+        ],
+        "best": [
+            {"us": cost, "drafts": each and each.drafts, "speed": each and round(each.speeds[at] or 0.0, 2)}
+            for at, (cost, each) in enumerate(zip(costs, best, strict=True))
+        ],
     }
 
 

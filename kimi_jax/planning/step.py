@@ -70,6 +70,7 @@ def step(
     rows: int,
     tokens: int,
     context: int,
+    held: bool = False,
 ) -> Step:
     """One call.
 
@@ -79,9 +80,10 @@ def step(
       rows: sequences of the call, over the whole mesh.
       tokens: new tokens of each sequence.
       context: cached tokens of each sequence before the call.
+      held: a verification: every token is scored, and states are read once more for the fold that follows the verdict.
     """
     parallel = Parallel.of(layout)
-    local = Local(rows / parallel.size("batch"), tokens, context)
+    local = Local(rows / parallel.size("batch"), tokens, context, held)
     operand = PEAKS[precision.projection.name]
     parts = _weights(config, layout, parameters, local, operand)
     parts += _sequence_mixing(config, parallel, local, operand)
@@ -116,7 +118,7 @@ def _weights(
         elif len(spec.shape) != 2 or part == "residual_rows":
             parts.append(Work(part, held))
         else:
-            inputs = local.rows if part == "head" else local.new
+            inputs = local.scored if part == "head" else local.new
             if expands and _expands(config, local):
                 inputs = local.rows * (local.context + local.tokens)  # keys and values of every cached row
             parts.append(Work(part, held, (product_flops(spec, layout, count * inputs),), launches=count))
@@ -167,12 +169,15 @@ def _expands(config: KimiConfig, local: Local) -> bool:
 def _cached(config: KimiConfig, layout: Layout, cache: Cache, local: Local) -> list[Work]:
     """State read and written whole; latent rows and index keys read as far as they are seen, new ones written."""
     parts = []
+    passes = 3 if local.held else 2
     after = local.context + local.tokens
     read = after if config.indexer is None else min(after, local.tokens * config.indexer.top_k)
     for entry in cache:
         if isinstance(entry, KdaCache):
             for part, spec in (("kda_state", entry.state), ("kda_conv", entry.conv)):
-                parts.append(Work(part, 2 * local.rows * _per_row(spec, layout)))
+                parts.append(Work(part, passes * local.rows * _per_row(spec, layout)))
+            if local.held:
+                parts.append(Work("records", 2 * local.new * record_bytes(entry, layout)))
             continue
         assert isinstance(entry, MlaCache)
         parts.append(Work("latent", local.rows * _latent_bytes(entry.latent, layout, local, read)))
@@ -181,6 +186,13 @@ def _cached(config: KimiConfig, layout: Layout, cache: Cache, local: Local) -> l
             held = math.fsum(_per_token(spec, layout) for spec in keys)
             parts.append(Work("index_keys", local.rows * (after + local.tokens) * held))
     return parts
+
+
+def record_bytes(entry: KdaCache, layout: Layout) -> float:
+    """Bytes that a verification keeps of one token in one layer on one device: keys, decays and writes; raw q, k and v."""
+    _, heads, key, value = layout.local_shape(entry.state)
+    inputs = _per_row(entry.conv, layout) / entry.conv.shape[2]
+    return heads * (2 * key + value) * entry.state.dtype.itemsize + inputs
 
 
 def _latent_bytes(spec: ArraySpec, layout: Layout, local: Local, read: int) -> float:

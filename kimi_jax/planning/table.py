@@ -12,6 +12,7 @@ from kimi_jax.planning.record import Plan
 from kimi_jax.planning.report import GB, GIB, counted
 from kimi_jax.planning.search import Search
 from kimi_jax.planning.sizes import Parameters, Sizes
+from kimi_jax.planning.speculation import Speculation
 
 Unit = tuple[str, int]
 SHOWN_CHANGES = 6
@@ -30,6 +31,8 @@ def render(plan: Plan) -> str:
         _parts(calls, unit),
         _exchanges(calls),
     ]
+    if plan.speculation is not None:
+        blocks.append(_speculation(plan.speculation, unit))
     if plan.ranking is not None:
         blocks.append(_ranking(plan.ranking))
     blocks.append(f"note: {line}" for line in notes(plan))
@@ -142,6 +145,30 @@ def _exchanges(calls: Sequence[Call]) -> Iterator[str]:
     for each in found:
         one = each.collective
         yield f"{one.part:30}{one.kind:>16}{one.count:7}{one.bytes:9.0f}{one.participants:7}{_ms(each.seconds, 9)}"
+
+
+def _speculation(found: Speculation, unit: Unit) -> Iterator[str]:
+    """Every length of a block, beside plain decoding."""
+    costs = [f"at {cost * 1e6:g} us" for cost in found.launch_seconds]
+    yield f"drafted tokens of a step, {found.context:,} held; tokens/s by the cost of a launch"
+    yield (
+        f"{'drafts':>6}{'stay':>8}{'experts':>9}{unit[0]:>9}{'lower ms':>10}{'modelled':>10}{'launches':>10}"
+        + "".join(f"{cost:>12}" for cost in costs)
+    )
+    for each in found.lengths:
+        bound = each.bound
+        yield (
+            f"{each.drafts:6}{each.tokens:8.3f}{each.experts:9.1f}{bound.bytes / unit[1]:9.3f}{_ms(bound.lower, 10)}"
+            f"{_ms(bound.modelled, 10)}{bound.launches:10}" + "".join(_number(speed, 12) for speed in each.speeds)
+        )
+    best = [found.best(at) for at in range(len(costs))]
+    yield "best: " + ", ".join(
+        f"{each.drafts} drafts {cost}" for cost, each in zip(costs, best, strict=True) if each is not None
+    )
+    yield (
+        f"records of a block {found.record_bytes / unit[1]:.3f} {unit[0]} on a device until its verdict; states and windows "
+        f"{found.state_bytes / unit[1]:.3f} {unit[0]}, written once a step"
+    )
 
 
 def _ranking(ranking: Search) -> Iterator[str]:

@@ -37,7 +37,7 @@ def test_json_has_the_documented_keys_and_nothing_else_is_printed(capsys, config
     found = json.loads(out)
     assert (status, err) == (0, "")
     assert found.keys() == {
-        "config", "layout", "target", "devices", "phase", "batch", "context", "tokens", "jax", "implementations",
+        "config", "layout", "target", "devices", "phase", "draft", "batch", "context", "tokens", "jax", "implementations",
         "seconds", "peak_bytes",
         "memory", "plan", "collectives", "launches", "moved", "copies", "weight_readers", "kernels", "budget",
     }  # fmt: skip
@@ -96,7 +96,7 @@ def test_lowering_needs_no_compiler_and_its_json_has_the_documented_keys(capsys,
     found = json.loads(out)
     assert (status, err) == (0, "")
     assert found.keys() == {
-        "config", "layout", "target", "devices", "phase", "batch", "context", "tokens", "jax", "implementations",
+        "config", "layout", "target", "devices", "phase", "draft", "batch", "context", "tokens", "jax", "implementations",
         "evidence", "seconds", "peak_bytes", "arguments", "plan", "kernels", "collectives",
     }  # fmt: skip
     assert found["plan"]["agrees"]
