@@ -90,28 +90,63 @@ class LatentMoe(nnx.Module):
         self, x: Float[Array, "rows tokens embed"], real: Bool[Array, "rows tokens"]
     ) -> Float[Array, "rows tokens embed"]:
         """Args: ``real`` is False for padding, which touches no expert."""
-        parallel, moe, impl = self.parallel, self.sizes, self.impls.linear
-        flat = x.reshape(-1, x.shape[-1])
-        readers = [self.gate.factor, self.routed_expert_down_proj.factor, self.shared_experts.first]
-        logits, latent, inner = linear_op.project_many(flat, readers, [jnp.float32, x.dtype, x.dtype], impl)
-        logits, latent = parallel.all_gather_together([(logits, "router_expert"), (latent, "latent")])
-        bias = self.gate.e_score_correction_bias[...]
+        parallel, moe = self.parallel, self.sizes
+        asked, inner = self._ask(x.reshape(-1, x.shape[-1]))
+        bias, real = self.gate.e_score_correction_bias[...], real.reshape(-1)
+        experts = self.experts.arrays()
+        first = parallel.index("expert") * experts[0].shape[0]
+        beta, linear_beta = self.betas
+        if moe_op.routes_itself(real.size, self.impls.moe):
+            routed = moe_op.routed_experts(
+                asked,
+                bias,
+                real,
+                experts,
+                top_k=moe.top_k,
+                renormalize=moe.renormalize,
+                scale=moe.scale,
+                beta=beta,
+                linear_beta=linear_beta,
+                first_expert=first,
+                dtype=x.dtype,
+                impl=self.impls.moe,
+            )
+            return self._join(routed, inner).reshape(x.shape)
+        logits, latent = asked.whole()
         ids, weights = moe_op.route(
             logits,
             bias,
             moe.top_k,
             renormalize=moe.renormalize,
             scale=moe.scale,
-            real=real.reshape(-1),
+            real=real,
             impl=self.impls.moe,
         )
-        experts = self.experts.arrays()
-        first = parallel.index("expert") * experts[0].shape[0]
-        beta, linear_beta = self.betas
         routed = moe_op.experts(
-            latent, ids, weights, experts, beta=beta, linear_beta=linear_beta, first_expert=first, impl=self.impls.moe
+            latent,
+            ids,
+            weights,
+            experts,
+            beta=beta,
+            linear_beta=linear_beta,
+            first_expert=first,
+            dtype=x.dtype,
+            impl=self.impls.moe,
         )
         return self._join(routed, inner).reshape(x.shape)
+
+    def _ask(self, x: Float[Array, "tokens embed"]) -> tuple[moe_op.Asked | moe_op.Sent, Float[Array, "tokens ffn"]]:
+        """What goes to the router and the experts, whole on every device, and the first half of the shared experts."""
+        parallel, impl = self.parallel, self.impls.linear
+        router, latent, shared = self.gate.factor, self.routed_expert_down_proj.factor, self.shared_experts.first
+        over = parallel.mesh_axes("latent")
+        alike = over and over == parallel.mesh_axes("router_expert") and x.dtype == jnp.bfloat16
+        if alike and impl != "reference" and moe_op.routes_itself(len(x), self.impls.moe):
+            words, (inner,) = linear_op.project_words(x, router, latent, shared, impl=impl)
+            return moe_op.Sent(parallel.stacked(words, "latent"), router.shape[0], latent.shape[0]), inner
+        outs = linear_op.project_many(x, [router, latent, shared], [jnp.float32, x.dtype, x.dtype], impl)
+        parts = parallel.all_gather_together([(outs[0], "router_expert"), (outs[1], "latent")])
+        return moe_op.Asked(*parts), outs[2]
 
     def _join(
         self, routed: Float[Array, "tokens latent"], inner: Float[Array, "tokens ffn"]
@@ -123,12 +158,15 @@ class LatentMoe(nnx.Module):
         if parallel.size("latent") == 1 and over == shared_over:
             joined = parallel.psum(linear_op.project_beside(routed, inner, down.factor, impl), "ffn")
             return linear_op.project_and_add(joined, norm.weight[...], norm.eps, up.factor, impl)
-        routed, shared = routed.astype(inner.dtype), down(inner, impl=impl)
+        summed = ("expert", "expert_ffn")
+        if parallel.size("latent") > 1 and set(parallel.mesh_axes("latent")) == shared_over:
+            whole, first = parallel.psum(routed, *summed), parallel.index("latent") * up.factor.shape[1]
+            pair = linear_op.project_pair(whole, norm.weight[...], norm.eps, first, up.factor, inner, down.factor, impl)
+            return parallel.psum(pair, "ffn")
+        shared = down(inner, impl=impl)
         if parallel.size("latent") == 1:
             routed, shared = parallel.psum_each([(routed, ("expert", "expert_ffn")), (shared, ("ffn",))])
             return linear_op.project_normed(routed, norm.weight[...], norm.eps, up.factor, impl) + shared
         whole = self.routed_expert_norm(parallel.psum(routed, "expert", "expert_ffn"))
         partial = self.routed_expert_up_proj(parallel.local_slice(whole, "latent", -1), impl=self.impls.linear)
-        if set(parallel.mesh_axes("latent")) == shared_over:
-            return parallel.psum(partial + shared, "ffn")
         return parallel.psum(partial, "latent") + parallel.psum(shared, "ffn")

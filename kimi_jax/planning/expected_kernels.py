@@ -6,7 +6,7 @@ from kimi_jax.ops.kda.api import kernel_problems
 from kimi_jax.ops.kda.pallas_step import MOST_TOKENS
 from kimi_jax.ops.linear.pallas import MOST_ROWS
 from kimi_jax.ops.mla.api import DIRECT_FROM
-from kimi_jax.ops.moe.kernels import FEW_TOKENS
+from kimi_jax.ops.moe.kernels import FEW_TOKENS, ROUTED_TOKENS
 from kimi_jax.placement.lowered import Launch
 
 
@@ -61,5 +61,7 @@ def _mla(tokens: int, chooses: bool) -> tuple[str, ...]:
 
 
 def _moe(tokens: int) -> tuple[str, ...]:
+    if tokens <= ROUTED_TOKENS:
+        return "moe_route_up", "moe_down"
     few = tokens <= FEW_TOKENS
     return "moe_route", *(("moe_up", "moe_down") if few else ("moe_group", "moe_up_tiles", "moe_down_tiles", "moe_sum"))

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from kimi_jax.ops.attn_res import pallas as attn_res
+from kimi_jax.ops.linear import pair
 from kimi_jax.ops.linear import pallas as linear
 from kimi_jax.ops.linear.weights import Gated, Scaled
 from kimi_jax.ops.sample import pallas as sampling
@@ -64,6 +65,16 @@ def test_a_product_beside_the_routed_sum(build, rows):
 def test_projections_of_a_norm(build, rows, columns, inner, width):
     shapes = (rows, columns), (1, inner), (width, inner)
     (kernel,) = build(normed, *((shape, BFLOAT16) for shape in shapes))
+    assert kernel.spills == 0 and kernel.scratch == 0
+
+
+@pytest.mark.parametrize("rows", [1, 8, 64])
+def test_the_end_of_experts_whose_latent_is_cut(build, rows):
+    def run(x: Any, scale: Any, first: Any, up: Any, inner: Any, down: Any) -> Any:
+        return pair.project_pair(x, scale, first, up, inner, down, eps=1e-5, interpret=False)
+
+    norm, up = (((rows, 3584), BFLOAT16), ((3584,), BFLOAT16), ((1,), jnp.int32)), ((7168, 448), BFLOAT16)
+    (kernel,) = build(run, *norm, up, ((rows, 768), BFLOAT16), ((7168, 768), BFLOAT16))
     assert kernel.spills == 0 and kernel.scratch == 0
 
 

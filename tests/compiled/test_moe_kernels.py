@@ -85,12 +85,12 @@ def experts(z, ids, weights, w, **options):
     return api.experts(z, ids, weights, w, beta=4.0, linear_beta=25.0, first_expert=first, impl="pallas", **options)
 
 
-def fits(built: Built) -> None:
+def fits(built: Built, vgprs: int = 256) -> None:
     assert built.kernels
     for kernel in built.kernels.values():
         assert kernel.spills == 0, kernel
         assert kernel.scratch == 0, kernel
-        assert kernel.vgprs <= 256, kernel  # two wavefronts a SIMD
+        assert kernel.vgprs <= vgprs, kernel  # 256: two wavefronts a SIMD
     assert max(built.shared) <= LDS
 
 
@@ -109,6 +109,34 @@ def test_few_tokens_take_two_launches(build, tokens, device):
     fits(built)
     assert re.search(BFLOAT16_PRODUCT, built.llvm)
     assert built.temp <= tokens * TOP_K * device[1] * 2 + 4096  # the hidden rows
+
+
+@pytest.mark.parametrize(
+    ("tokens", "device", "sent"),
+    [
+        (1, TP8, True),
+        (8, TP8, False),
+        *(pytest.param(*of, marks=slow) for of in [(1, TP8, False), (8, TP8, True), (1, EP8, False), (8, EP8, False)]),
+    ],
+)
+def test_two_launches_with_the_router(build, tokens, device, sent):
+    # Red when scores of all tokens are held at once, when what was sent is put together by XLA, or the longer tile serves several.
+    def run(asked, bias, real, w):
+        first = jax.lax.axis_index("one") * w[0].shape[0]
+        routing = {"top_k": TOP_K, "renormalize": True, "scale": 2.5, "beta": 4.0, "linear_beta": 25.0}
+        return api.routed_experts(
+            asked, bias, real, w, **routing, first_expert=first, dtype=jnp.bfloat16, impl="pallas"
+        )
+
+    array = jax.ShapeDtypeStruct
+    asked = api.Asked(array((tokens, 896), jnp.float32), array((tokens, LATENT), jnp.bfloat16))
+    if sent:
+        asked = api.Sent(array((8, tokens, 2 * 112 + 448), jnp.uint16), 112, 448)
+    built = build(run, asked, array((896,), jnp.float32), array((tokens,), jnp.bool_), operands(tokens, device)[3])
+    assert [name for name in built.launches if name.startswith("moe")] == ["moe_route_up", "moe_down"]
+    assert len(built.launches) <= 3  # and this rank's first expert
+    fits(built, 256 if tokens > 1 else 320)  # of one token there are fewer programs than compute units
+    assert built.temp <= tokens * TOP_K * (device[1] * 2 + 8) + 4096  # the hidden rows and the choice
 
 
 @pytest.mark.parametrize(

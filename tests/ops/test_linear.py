@@ -127,6 +127,16 @@ class LinearContract:
         np.testing.assert_array_equal(out[..., :width], left.astype(x.dtype))
         assert_close(out[..., width:], exact(x, weight), self.bfloat16)
 
+    @pytest.mark.parametrize(("rows", "width", "first", "inner"), [((1,), 2080, 1040, 300), ((3, 5), 288, 48, 96)])
+    def test_a_part_of_a_norm_and_another_row_in_one_sum(self, rows, width, first, inner):
+        x, scale, y = 30 * sample(0, (*rows, width)), sample(1, width), sample(2, (*rows, inner))
+        weight, other = sample(3, (9, width // 3)), sample(4, (9, inner))
+        part = normalised(x, scale, 0.5)[..., first : first + width // 3]
+        run = compiled("project_pair", self.impl, "eps")
+        out = run(x, scale, first=jnp.int32(first), weight=weight, y=y, other=other, eps=0.5)
+        # red when the mean is over the part alone, the part or the norm's weight begins elsewhere, or a product is left out
+        assert_close(out, exact(part, weight) + exact(y, other), 5e-6)
+
     @pytest.mark.parametrize("rows", [1, 5])
     def test_a_bfloat16_norm_is_rounded_before_its_weight(self, rows):
         x, scale = sample(0, (rows, 160), jnp.bfloat16), sample(1, 160, jnp.bfloat16)
@@ -175,6 +185,20 @@ def test_several_rows_fill_the_chip_too(rows, inner):
     assert (2304 + 1536) / tile.channels >= 240 and rows <= tile.rows
     assert inner % tile.inner == 0  # no mask
     assert tile.inner == (512 if rows <= 16 and inner != 768 else 256)
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+def test_results_that_are_sent_keep_every_bit(rows):
+    # red when the halves of a number change places, or the second result lies on the first
+    x, widths = sample(0, (rows, 96), jnp.bfloat16), (5, 33, 7)
+    weights = [sample(seed, (width, 96), jnp.bfloat16) for seed, width in enumerate(widths)]
+    words, (beside,) = jax.jit(partial(api.project_words, impl="interpret"))(x, *weights)
+    expected = compiled("project_many", "interpret", "dtypes")(
+        x, weights, dtypes=(jnp.float32, jnp.bfloat16, jnp.bfloat16)
+    )
+    bits = [np.asarray(out).view(np.uint16) for out in expected[:2]]
+    np.testing.assert_array_equal(words, np.concatenate(bits, axis=-1))
+    np.testing.assert_array_equal(beside, expected[2])
 
 
 @pytest.mark.parametrize("eps", [None, 1e-5])

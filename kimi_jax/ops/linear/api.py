@@ -11,12 +11,15 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jax import lax
+from jaxtyping import Array, Float, Int, UInt16
 
+from kimi_jax.ops import norm
 from kimi_jax.ops.implementation import choose
-from kimi_jax.ops.linear import pallas, reference
-from kimi_jax.ops.linear.weights import Factor, Matrix
+from kimi_jax.ops.linear import pair, pallas, reference
+from kimi_jax.ops.linear.weights import Factor, Matrix, Scaled
 
 
 def project_many(
@@ -44,6 +47,34 @@ def project_many(
         return [out.reshape(*x.shape[:-1], -1) for out in outs]
 
     return _run("project_many", impl, x, partial(reference.project_many, x, factors, dtypes), kernel)
+
+
+def project_words(
+    x: Float[Array, "*rows in"], first: Factor, second: Factor, *others: Factor, impl: str
+) -> tuple[UInt16[Array, "*rows words"], list[Float[Array, "*rows _"]]]:
+    """:func:`project_many` of kernels, with the first two results ready to be sent as one array.
+
+    Args:
+      x: bfloat16.
+      first: its result is float32, and two words a number by its bits, the low half first.
+      second: its result is bfloat16, a word a number, and follows the first.
+      others: their results are as of :func:`project_many`.
+
+    Raises:
+      ValueError: more rows than the kernel takes; ``impl`` is not a kernel's.
+    """
+
+    def kernel(interpret: bool) -> Any:
+        dtypes = (np.dtype(np.float32), *(np.dtype(x.dtype) for _ in (second, *others)))
+        factors = [first, second, *others]
+        words, *rest = pallas.project([_flat(x)], factors, dtypes=dtypes, words=True, interpret=interpret)
+        return tuple(out.reshape(*x.shape[:-1], -1) for out in (words, *rest))
+
+    run = choose("linear.project_words", impl, {"pallas": partial(kernel, False), "interpret": partial(kernel, True)})
+    if math.prod(x.shape[:-1]) > pallas.MOST_ROWS:
+        raise ValueError(f"linear.project_words: {math.prod(x.shape[:-1])} rows; at most {pallas.MOST_ROWS}")
+    words, *rest = run()
+    return words, rest
 
 
 def project_normed(
@@ -96,6 +127,38 @@ def project_and_add(
     """
     kernel = partial(_normed, joined, scale, eps, weight)
     return _run("project_and_add", impl, joined, partial(reference.project_and_add, joined, scale, eps, weight), kernel)
+
+
+def project_pair(
+    x: Float[Array, "*rows width"],
+    scale: Float[Array, " width"],
+    eps: float,
+    first: int | Int[Array, ""],
+    weight: Matrix,
+    y: Float[Array, "*rows in"],
+    other: Matrix,
+    impl: str = "reference",
+) -> Float[Array, "*rows out"]:
+    """``rms_norm(x)[first:] @ weight.T + y @ other.T``; each product is rounded before the sum.
+
+    Args:
+      x: whole rows, of which ``weight`` reads as many columns as it has.
+      first: the first of them; may be traced.
+      scale, eps, impl: as for :func:`project_normed`.
+      y: rows of their own width, read by ``other``. With FP8 weights the products are separate launches.
+    """
+
+    def kernel(interpret: bool) -> Float[Array, "*rows out"]:
+        if isinstance(weight, Scaled) or isinstance(other, Scaled):
+            way = "interpret" if interpret else "pallas"
+            part = lax.dynamic_slice_in_dim(norm.rms_norm(x, scale, eps), first, weight.shape[1], -1)
+            return project_many(part, [weight], impl=way)[0] + project_many(y, [other], impl=way)[0]
+        start = jnp.asarray(first, jnp.int32).reshape(1)
+        out = pair.project_pair(_flat(x), scale, start, weight, _flat(y), other, eps=eps, interpret=interpret)
+        return out.reshape(*x.shape[:-1], -1)
+
+    plain = partial(reference.project_pair, x, scale, eps, first, weight, y, other)
+    return _run("project_pair", impl, x, plain, kernel)
 
 
 def _normed(

@@ -9,7 +9,7 @@ once before the launch, which then reads half the bytes of them.
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -39,6 +39,7 @@ def project(
     *,
     dtypes: tuple[Any, ...],
     eps: float | None = None,
+    words: bool = False,
     interpret: bool,
 ) -> list[Float[Array, "rows _"]]:
     """Products of one input with every factor.
@@ -49,6 +50,7 @@ def project(
       left: put beside the first result, in the dtype of the result.
       dtypes: of the results.
       eps: of the norm that the rows go through first; None for none.
+      words: whether the first two results become one array of 16-bit words beside each other (``api.project_words``).
 
     Raises:
       ValueError: a weight cannot hold the rows' values, which meet it in its dtype.
@@ -57,7 +59,7 @@ def project(
     prologue = plain if eps is None else partial(normed, eps=eps)
     groups = [matrices(factor) for factor in factors]
     flat = [matrix for group in groups for matrix in group]
-    _check_dtypes(inputs[0].dtype, {matrix.dtype for matrix in flat if not isinstance(matrix, Scaled)})
+    check_dtypes(inputs[0].dtype, {matrix.dtype for matrix in flat if not isinstance(matrix, Scaled)})
     widths, length = [group[0].shape[0] for group in groups], groups[0][0].shape[1]
     tile = choose_tile(rows, length, sum(matrix.shape[0] for matrix in flat))
     tiles = [pl.cdiv(width, tile.channels) for width in widths]
@@ -70,18 +72,22 @@ def project(
     def kernel(given: Any, narrow: Any, moved: Any, groups: Any, *outputs: Any) -> None:
         load = partial(prologue, *given, tile=tile)
         program, first = pl.program_id(0), 0
-        for index, (factor, group, output, count) in enumerate(zip(factors, groups, outputs, tiles, strict=True)):
+        filled = [outputs[0], *outputs] if words else outputs
+        for index, (factor, group, output, count) in enumerate(zip(factors, groups, filled, tiles, strict=True)):
             added = given[0] if index == 0 and columns > length else None
-            at = 0 if index else offset
+            place = _Place(output, starts[index], dtypes[index])
             mine = (program >= first) & (program < first + count)
-            pl.when(mine)(partial(_tile, program - first, load, narrow, tile, factor, group, output, at, added))
+            pl.when(mine)(partial(_tile, program - first, load, narrow, tile, factor, group, place, added))
             first += count
         if moved is not None:
             pl.when(program >= first)(partial(_copy, program - first, moved, outputs[0], block))
 
     params = None if interpret else plt.CompilerParams(num_warps=tile.warps, num_stages=2)
-    joined = [offset + widths[0], *widths[1:]]
-    shapes = [jax.ShapeDtypeStruct((rows, width), dtype) for width, dtype in zip(joined, dtypes, strict=True)]
+    starts, joined, kinds = [offset] + [0] * (len(widths) - 1), [offset + widths[0], *widths[1:]], list(dtypes)
+    if words:
+        sizes = [width * dtype.itemsize // 2 for width, dtype in zip(widths, dtypes, strict=True)]
+        starts[1], joined[:2], kinds[:2] = sizes[0], [sum(sizes[:2])], [jnp.uint16]
+    shapes = [jax.ShapeDtypeStruct((rows, width), kind) for width, kind in zip(joined, kinds, strict=True)]
     grid = (sum(tiles) + pl.cdiv(offset, block[1]),)
     call = pl.pallas_call(
         kernel, grid=grid, out_shape=shapes, interpret=interpret, name="project", compiler_params=params
@@ -95,7 +101,8 @@ def _prepared(inputs: Sequence[Array], length: int, eps: float | None) -> Array:
     return rows if eps is None else norm.rms_norm(rows, inputs[1][0], eps)
 
 
-def _check_dtypes(rows: Any, weights: set[Any]) -> None:
+def check_dtypes(rows: Any, weights: set[Any]) -> None:
+    """Raises ``ValueError`` where a weight cannot hold the rows' values, which meet it in its dtype."""
     narrow = sorted(str(weight) for weight in weights if jnp.promote_types(rows, weight) != weight)
     if narrow:
         raise ValueError(
@@ -111,25 +118,44 @@ def _tile(
     tile: Tile,
     factor: Factor,
     weights: Sequence[Any],
-    output: Any,
-    offset: int,
+    place: "_Place",
     added: Any,
 ) -> None:
-    """One tile of one factor's result, which begins at column ``offset`` of the output."""
-    rows, channels = output.shape[0], weights[0].shape[0]
+    """One tile of one factor's result."""
+    rows, channels = place.output.shape[0], weights[0].shape[0]
     channel_c, row_r = number * tile.channels + jnp.arange(tile.channels), jnp.arange(1 if tile.by_row else tile.rows)
     reading_c = jnp.minimum(channel_c, channels - 1)
     if isinstance(weights[0], Scaled):
         values, scale_r = _narrow(load, narrow, tile)
     else:
         values, scale_r = load(), None
-    out_rc, *up_rc = (_product(values, scale_r, weight, reading_c, tile).astype(output.dtype) for weight in weights)
+    out_rc, *up_rc = (product(values, scale_r, weight, reading_c, tile).astype(place.dtype) for weight in weights)
     if isinstance(factor, Gated):
         out_rc = situ(out_rc, up_rc[0], factor.beta, factor.linear_beta)
     inside = (row_r < rows)[:, None] & (channel_c < channels)[None, :]
     if added is not None:
         out_rc += plt.load(added.at[row_r[:, None], tile.length + channel_c[None, :]], mask=inside, other=0)
-    plt.store(output.at[row_r[:, None], offset + channel_c[None, :]], out_rc, mask=inside)
+    place.store(row_r[:, None], channel_c[None, :], out_rc, inside)
+
+
+class _Place(NamedTuple):
+    """Where a result goes: from column ``start`` of an output on, which holds words where their dtype is not its own."""
+
+    output: Any
+    start: int
+    dtype: Any
+
+    def store(self, row: Any, channel: Any, values: Any, inside: Any) -> None:
+        if self.output.dtype == self.dtype:
+            plt.store(self.output.at[row, self.start + channel], values, mask=inside)
+        elif jnp.dtype(self.dtype).itemsize == 2:
+            bits = jax.lax.bitcast_convert_type(values, jnp.uint16)
+            plt.store(self.output.at[row, self.start + channel], bits, mask=inside)
+        else:  # low half first
+            bits = jax.lax.bitcast_convert_type(values, jnp.uint32)
+            for half, word in enumerate((bits & 0xFFFF, bits >> 16)):
+                at = self.output.at[row, self.start + 2 * channel + half]
+                plt.store(at, word.astype(jnp.uint16), mask=inside)
 
 
 def _narrow(load: Callable[[], Load], narrow: Any, tile: Tile) -> tuple[Load, Any]:
@@ -140,7 +166,7 @@ def _narrow(load: Callable[[], Load], narrow: Any, tile: Tile) -> tuple[Load, An
     return plain(codes, tile=tile), scales[jnp.minimum(jnp.arange(tile.rows), scales.shape[0] - 1)]
 
 
-def _product(load: Load, scale_r: Any, weight: Any, channel_c: Any, tile: Tile) -> Any:
+def product(load: Load, scale_r: Any, weight: Any, channel_c: Any, tile: Tile) -> Any:
     """All rows times some channels of a weight, over the whole inner dimension; [rows, channels] float32."""
     stored = weight.codes if isinstance(weight, Scaled) else weight
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from kimi_jax.ops import norm
 from kimi_jax.ops.linear.weights import Factor, Gated, Matrix, Scaled
@@ -47,6 +47,20 @@ def project_normed(
 ) -> Float[Array, "*rows out"]:
     """See ``api.project_normed``."""
     return project(norm.rms_norm(x, scale, eps), weight, x.dtype)
+
+
+def project_pair(
+    x: Float[Array, "*rows width"],
+    scale: Float[Array, " width"],
+    eps: float,
+    first: int | Int[Array, ""],
+    weight: Matrix,
+    y: Float[Array, "*rows in"],
+    other: Matrix,
+) -> Float[Array, "*rows out"]:
+    """See ``api.project_pair``."""
+    part = jax.lax.dynamic_slice_in_dim(norm.rms_norm(x, scale, eps), first, weight.shape[1], -1)
+    return project(part, weight, x.dtype) + project(y, other, x.dtype)
 
 
 def project_beside(

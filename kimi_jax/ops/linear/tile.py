@@ -47,9 +47,9 @@ class Tile:
         """``add(inner indices, total)`` over the passes, from float32 zeros."""
         return over(self.length, self.inner, add, jnp.zeros(shape, jnp.float32), written_out=self.by_row)
 
-    def load(self, ref: Any, row_r: Any, inner_k: Any) -> Any:
-        """Values at rows and inner indices, zero past the end."""
-        block = ref.at[row_r[:, None], inner_k[None, :]]
+    def load(self, ref: Any, row_r: Any, inner_k: Any, first: Any = None) -> Any:
+        """Values at rows and inner indices, zero past the end; counted from column ``first`` on."""
+        block = ref.at[row_r[:, None], (inner_k if first is None else first + inner_k)[None, :]]
         if self.length % self.inner == 0:
             return plt.load(block)
         return plt.load(block, mask=(inner_k < self.length)[None, :], other=jnp.asarray(0.0, ref.dtype))
@@ -68,27 +68,32 @@ def choose_tile(rows: int, length: int, channels: int) -> Tile:
     return Tile(True, few, few, length, inner, max(1, min(4, few * inner // 512)))
 
 
-def plain(x: Any, *, tile: Tile) -> Load:
-    """Rows as they are."""
+def plain(x: Any, *, tile: Tile, first: Any = None) -> Load:
+    """Rows as they are, from column ``first`` on."""
     row_r = jnp.zeros(tile.rows, jnp.int32) if tile.by_row else jnp.minimum(jnp.arange(tile.rows), x.shape[0] - 1)
-    return lambda inner_k: tile.load(x, row_r, inner_k)
+    return lambda inner_k: tile.load(x, row_r, inner_k, first)
 
 
-def normed(x: Any, scale: Any, *, tile: Tile, eps: float) -> Load:
-    """Rows normalised and scaled, rounded as the reference does; every program computes their sizes anew."""
-    rows = plain(x, tile=tile)
+def normed(x: Any, scale: Any, *, tile: Tile, eps: float, whole: Tile | None = None, first: Any = None) -> Load:
+    """Rows normalised and scaled, rounded as the reference does; every program computes their sizes anew.
+
+    Args:
+      whole: how the whole rows are read where the product takes only a part of them, from column ``first`` on.
+    """
+    whole = whole or tile
+    entire, rows = plain(x, tile=whole), plain(x, tile=tile, first=first)
 
     def add(inner_k: Any, total_rk: Any) -> Any:
-        part_rk = rows(inner_k).astype(jnp.float32)
+        part_rk = entire(inner_k).astype(jnp.float32)
         return total_rk + part_rk * part_rk
 
-    squares_r = jnp.sum(tile.over(add, (tile.rows, tile.inner)), axis=1)
-    size_r = jax.lax.rsqrt(squares_r / tile.length + eps)
+    squares_r = jnp.sum(whole.over(add, (whole.rows, whole.inner)), axis=1)
+    size_r = jax.lax.rsqrt(squares_r / whole.length + eps)
     every_r = jnp.zeros(tile.rows, jnp.int32)
 
     def load(inner_k: Any) -> Any:
         normal_rk = (rows(inner_k).astype(jnp.float32) * size_r[:, None]).astype(x.dtype)
-        return normal_rk * tile.load(scale, every_r, inner_k).astype(x.dtype)
+        return normal_rk * tile.load(scale, every_r, inner_k, first).astype(x.dtype)
 
     return load
 
