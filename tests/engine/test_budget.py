@@ -5,6 +5,8 @@ import dataclasses
 import pytest
 
 from kimi_jax.config import load_config
+from kimi_jax.draft.published import named_draft
+from kimi_jax.draft.steps import DraftedSteps, with_draft_axes
 from kimi_jax.engine import budget
 from kimi_jax.engine.limits import LimitsError, check_limits
 from kimi_jax.loop import Steps
@@ -56,6 +58,21 @@ class TestK3:
         assert seeing.scratch == call_bytes(vision, made.layout, 67_584) > one.scratch
         asked = {"device_bytes": load_device("mi355x").hbm_bytes, "share": 0.93}
         assert budget.engine_limits(made, **asked, tower=tower).pages < budget.engine_limits(made, **asked).pages
+
+    @pytest.mark.parametrize(("name", "token"), [("k3-mla", 5 * 576), ("k3.1-gqa", 20_480 // 8)])
+    def test_a_draft_takes_its_part(self, name, token):
+        # red when pages are dealt where the draft's weights lie, or hold no rows of its context (DSpark notes, section 6)
+        made, spec = k3(), named_draft(name)
+        own = {field.name: getattr(made, field.name) for field in dataclasses.fields(Steps)}
+        own["layout"] = with_draft_axes(made.layout, spec)
+        drafted = DraftedSteps(**own, drafter=spec)
+        one, alone = budget.costs(drafted, 64, 8192), budget.costs(made, 64, 8192)
+        assert one.page - alone.page == 64 * token
+        assert (
+            1 << 30 < one.weights - alone.weights < 2 << 30
+        )  # heads and MLPs over 8 devices, projections and tables whole
+        assert one.scratch - alone.scratch == 8192 * len(spec.taps) * 7168 * 2
+        assert (one.slot, one.checkpoint) == (alone.slot, alone.checkpoint)
 
     def test_sizes_fill_the_share_of_the_memory(self):
         asked = {"slots": 64, "chunk": 2048, "device_bytes": load_device("mi355x").hbm_bytes, "share": 0.93}
