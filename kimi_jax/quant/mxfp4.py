@@ -76,10 +76,7 @@ def encode(
       ValueError: the width is not a multiple of 32.
     """
     width = values.shape[-1]
-    if width % GROUP:
-        raise ValueError(
-            f"MXFP4 rows are whole groups of {GROUP}, not {width} values; pad to {-(-width // GROUP) * GROUP}"
-        )
+    _check_whole(width)
     groups = values.astype(jnp.float32).reshape(*values.shape[:-1], width // GROUP, GROUP)
     exponent = _group_exponent(jnp.max(jnp.abs(groups), axis=-1))
     codes = _round(jnp.abs(groups) * _power((SCALE_BIAS - exponent).astype(jnp.uint8))[..., None])
@@ -90,6 +87,23 @@ def encode(
     scale = jnp.where(jnp.all(jnp.isfinite(groups), axis=-1), scale, jnp.uint8(NAN_SCALE))
     nibbles = (codes | (jnp.signbit(groups).astype(jnp.uint8) << 3)).reshape(*values.shape[:-1], width // 2, 2)
     return nibbles[..., 0] | (nibbles[..., 1] << 4), scale
+
+
+def project(values: Float[Array, "*rows width"]) -> Float[Array, "*rows width"]:
+    """``decode(encode(values))`` as arithmetic, float32: what training multiplies with, many times over.
+
+    Raises:
+      ValueError: the width is not a multiple of 32.
+    """
+    _check_whole(values.shape[-1])
+    groups = values.astype(jnp.float32).reshape(*values.shape[:-1], -1, GROUP)
+    exponent = _group_exponent(jnp.max(jnp.abs(groups), axis=-1)).astype(jnp.int32)
+    up, down = (_power((SCALE_BIAS + sign * exponent).astype(jnp.uint8))[..., None] for sign in (-1, 1))
+    magnitude = jnp.abs(groups) * up
+    # neighbours are 0.5 apart below 2, 1 below 4, then 2: even codes are even multiples of that
+    apart = jnp.where(magnitude < 2, 0.5, jnp.where(magnitude < 4, 1.0, 2.0))
+    rounded = jnp.minimum(jnp.round(magnitude / apart) * apart, E2M1[7])
+    return (jnp.copysign(rounded, groups) * down).reshape(values.shape)
 
 
 def decode_planes(
@@ -151,6 +165,13 @@ def _round(magnitude: Float[Array, "*shape"]) -> UInt8[Array, "*shape"]:
     """The code of the nearest magnitude, ties to the even code; above 6 it is 6."""
     passed = [magnitude >= bound if up else magnitude > bound for bound, up in _ROUND_UP]
     return jnp.sum(jnp.stack(passed), axis=0, dtype=jnp.uint8)
+
+
+def _check_whole(width: int) -> None:
+    if width % GROUP:
+        raise ValueError(
+            f"MXFP4 rows are whole groups of {GROUP}, not {width} values; pad to {-(-width // GROUP) * GROUP}"
+        )
 
 
 def _check_widths(width: int, codes: tuple[int, ...], scale: tuple[int, ...]) -> None:
