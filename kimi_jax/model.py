@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from kimi_jax.cache import Cache, LayerCache
 from kimi_jax.config import KimiConfig
+from kimi_jax.layers import share
 from kimi_jax.layers.decoder import DecoderLayer, Residuals, Row, Tokens, enter
 from kimi_jax.layers.fp8 import hold_in_fp8
 from kimi_jax.layers.image_rows import ImageRows, merge
@@ -69,7 +70,7 @@ class KimiModel(nnx.Module):
     def __init__(self, config: KimiConfig, precision: Precision, parallel: Parallel, impls: Implementations) -> None:
         self.model = Backbone(config, precision, parallel, impls)
         self.lm_head = Linear(config.vocab, config.hidden, ("vocab", "embed"), precision)
-        self.impls = impls
+        self.parallel, self.impls = parallel, impls
         hold_in_fp8(self, fp8_policy(precision.fp8))
 
     def __call__(
@@ -135,6 +136,9 @@ class KimiModel(nnx.Module):
         offsets = jnp.arange(ids.shape[1], dtype=jnp.int32)
         real = offsets < new[:, None]
         tokens = Tokens(jnp.where(real, starts[:, None] + offsets, -1), new, starts + new, pages, held)
+        cut, width = not held and share.is_cut(ids.shape[1], self.parallel), ids.shape[1]
+        if cut:
+            tokens, ids, images = self._own(tokens, ids, images)
         embedded = self.model.embed_tokens(ids)
         if images is not None:
             embedded = merge(embedded, images.rows, images.here)
@@ -148,7 +152,20 @@ class KimiModel(nnx.Module):
         last = self.model
         mixing, row = last.output_attn_res_norm, last.output_attn_res_proj
         x, _ = enter(residuals, mixing, row, last.norm, self.impls.attn_res)
+        if cut:
+            x, *rows = (self.parallel.all_gather(each, "tokens", 1)[:, :width] for each in (x, *rows))
         return x, rows, tuple(entries)
+
+    def _own(
+        self, tokens: Tokens, ids: Int[Array, "rows tokens"], images: ImageRows | None
+    ) -> tuple[Tokens, Int[Array, "rows share"], ImageRows | None]:
+        """This device's share of a call that is cut."""
+        shares = share.counts(tokens.new, share.width_of(ids.shape[1], self.parallel), self.parallel)
+        # counted from 1, so that what is added behind the end is padding
+        positions = share.own(tokens.positions + 1, self.parallel) - 1
+        if images is not None:
+            images = ImageRows(*(share.own(array, self.parallel) for array in images))
+        return tokens._replace(positions=positions, shares=shares), share.own(ids, self.parallel), images
 
     def _reader(self, index: int) -> tuple[RmsNorm, Float[Array, "one embed"]]:
         """Norm and projection of the site that mixes the sources at the entry of a layer, or behind the last one."""

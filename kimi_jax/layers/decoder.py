@@ -24,11 +24,13 @@ class Tokens(NamedTuple):
     """Where the tokens of one call stand.
 
     Attributes:
-      positions: [rows, tokens] int32 position of each token, -1 for padding.
-      new: [rows] real tokens of each row in this call; they come first.
+      positions: [rows, tokens] int32 position of each token, -1 for padding. Real ones come first.
+      new: [rows] real tokens of each row in this call.
       total: [rows] tokens of each row once these are in.
       pages: [rows, table] where the latent rows of each row lie in a pool; None where the cache has a row for each.
       held: whether recurrent states stay as they are, with records of these tokens beside them (``ops/kda/rollback``).
+      shares: [parts, rows] real tokens of each row in the share of every device, where the call is cut (``layers/share``);
+        ``positions`` are then those of this device's share. None where every device has all tokens.
     """
 
     positions: Int[Array, "rows tokens"]
@@ -36,6 +38,7 @@ class Tokens(NamedTuple):
     total: Int[Array, " rows"]
     pages: Int[Array, "rows table"] | None = None
     held: bool = False
+    shares: Int[Array, "parts rows"] | None = None
 
     @property
     def real(self) -> Bool[Array, "rows tokens"]:
@@ -119,11 +122,14 @@ class DecoderLayer(nnx.Module):
     ) -> tuple[Float[Array, "rows tokens embed"], LayerCache | Pending]:
         if isinstance(self.self_attn, Kda):
             assert isinstance(cache, KdaCache)
+            if tokens.shares is not None:
+                return self.self_attn.share(x, tokens.shares, cache)
             return (self.self_attn.verify if tokens.held else self.self_attn)(x, tokens.new, cache)
         assert isinstance(cache, MlaCache)
-        return self.self_attn(x, tokens.positions, tokens.new, tokens.total, cache, tokens.pages)
+        given = (tokens.positions, tokens.new, tokens.total, cache, tokens.pages)
+        return self.self_attn(x, *given, cut=tokens.shares is not None)
 
     def _feed_forward(self, x: Float[Array, "rows tokens embed"], tokens: Tokens) -> Float[Array, "rows tokens embed"]:
         if hasattr(self, "mlp"):
             return self.parallel.psum(self.mlp(x, self.impls.linear), "ffn")
-        return self.block_sparse_moe(x, tokens.real)
+        return self.block_sparse_moe(x, tokens.real, cut=tokens.shares is not None)

@@ -9,7 +9,7 @@ from kimi_jax.layers.linear import Linear
 from kimi_jax.layers.param import param
 from kimi_jax.ops.implementation import Implementations
 from kimi_jax.ops.kda import api as kda_op
-from kimi_jax.ops.kda import rollback
+from kimi_jax.ops.kda import fragments, rollback
 from kimi_jax.ops.linear import api as linear_op
 from kimi_jax.placement.collectives import Parallel
 from kimi_jax.precision import FLOAT32, Precision
@@ -66,6 +66,28 @@ class Kda(nnx.Module):
             cache.conv,
             cache.state,
             lengths,
+            lower_bound=self.bound,
+            eps=self.eps,
+            impl=self.impl,
+        )
+        y = self.parallel.psum(self.o_proj(out, impl=self.impls.linear), "heads")
+        return y, KdaCache(windows, state)
+
+    def share(
+        self, x: Float[Array, "rows tokens embed"], shares: Int[Array, "parts rows"], cache: KdaCache
+    ) -> tuple[Float[Array, "rows tokens embed"], KdaCache]:
+        """The same over this device's share of each row's tokens; the cache is that after all shares.
+
+        Args:
+          shares: real tokens of each row in the share of every device of the axis ``tokens``.
+        """
+        out, windows, state = fragments.attend(
+            self._project(x),
+            self._weights(),
+            cache.conv,
+            cache.state,
+            shares,
+            self.parallel,
             lower_bound=self.bound,
             eps=self.eps,
             impl=self.impl,

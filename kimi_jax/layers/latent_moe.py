@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax import lax
 from jaxtyping import Array, Bool, Float
 
 from kimi_jax.config import KimiConfig, MoeConfig
@@ -87,16 +88,23 @@ class LatentMoe(nnx.Module):
         self.parallel, self.impls = parallel, impls
 
     def __call__(
-        self, x: Float[Array, "rows tokens embed"], real: Bool[Array, "rows tokens"]
+        self, x: Float[Array, "rows tokens embed"], real: Bool[Array, "rows tokens"], *, cut: bool = False
     ) -> Float[Array, "rows tokens embed"]:
-        """Args: ``real`` is False for padding, which touches no expert."""
+        """Runs every token through its experts and the shared ones.
+
+        Args:
+          real: False for padding, which touches no expert.
+          cut: whether ``x`` is this device's share of the call (``layers/share``). Devices that share tokens and experts
+            then bring their tokens together for the routed experts, and each ends with the sums of its own.
+        """
         parallel, moe = self.parallel, self.sizes
         asked, inner = self._ask(x.reshape(-1, x.shape[-1]))
         bias, real = self.gate.e_score_correction_bias[...], real.reshape(-1)
         experts = self.experts.arrays()
         first = parallel.index("expert") * experts[0].shape[0]
+        meet, summed = cut and parallel.common("expert", "tokens") > 1, ("expert", "expert_ffn")
         beta, linear_beta = self.betas
-        if moe_op.routes_itself(real.size, self.impls.moe):
+        if not meet and moe_op.routes_itself(real.size, self.impls.moe):
             routed = moe_op.routed_experts(
                 asked,
                 bias,
@@ -111,7 +119,7 @@ class LatentMoe(nnx.Module):
                 dtype=x.dtype,
                 impl=self.impls.moe,
             )
-            return self._join(routed, inner).reshape(x.shape)
+            return self._join(routed, inner, summed).reshape(x.shape)
         logits, latent = asked.whole()
         ids, weights = moe_op.route(
             logits,
@@ -122,6 +130,11 @@ class LatentMoe(nnx.Module):
             real=real,
             impl=self.impls.moe,
         )
+        if meet:
+            latent = parallel.gather_among(latent, "expert", "tokens", 0)
+            sent = jnp.stack([ids, lax.bitcast_convert_type(weights, ids.dtype)])  # as one collective
+            ids, bits = parallel.gather_among(sent, "expert", "tokens", 1)
+            weights = lax.bitcast_convert_type(bits, weights.dtype)
         routed = moe_op.experts(
             latent,
             ids,
@@ -133,7 +146,10 @@ class LatentMoe(nnx.Module):
             dtype=x.dtype,
             impl=self.impls.moe,
         )
-        return self._join(routed, inner).reshape(x.shape)
+        if meet:
+            routed = parallel.scatter_among(routed.astype(inner.dtype), "expert", "tokens", 0)
+            summed = ("expert_ffn",)
+        return self._join(routed, inner, summed).reshape(x.shape)
 
     def _ask(self, x: Float[Array, "tokens embed"]) -> tuple[moe_op.Asked | moe_op.Sent, Float[Array, "tokens ffn"]]:
         """What goes to the router and the experts, whole on every device, and the first half of the shared experts."""
@@ -149,24 +165,27 @@ class LatentMoe(nnx.Module):
         return moe_op.Asked(*parts), outs[2]
 
     def _join(
-        self, routed: Float[Array, "tokens latent"], inner: Float[Array, "tokens ffn"]
+        self, routed: Float[Array, "tokens latent"], inner: Float[Array, "tokens ffn"], summed: tuple[str, ...]
     ) -> Float[Array, "tokens embed"]:
-        """Ends both parts: the routed sum, and the shared experts' products between their two halves."""
+        """Ends both parts: the routed sum, and the shared experts' products between their two halves.
+
+        Args:
+          summed: named axes over which the routed part is still to be summed.
+        """
         parallel, impl = self.parallel, self.impls.linear
         norm, up, down = self.routed_expert_norm, self.routed_expert_up_proj, self.shared_experts.down_proj
-        over, shared_over = (set(parallel.mesh_axes(*names)) for names in (("expert", "expert_ffn"), ("ffn",)))
+        over, shared_over = (set(parallel.mesh_axes(*names)) for names in (summed, ("ffn",)))
         if parallel.size("latent") == 1 and over == shared_over:
             joined = parallel.psum(linear_op.project_beside(routed, inner, down.factor, impl), "ffn")
             return linear_op.project_and_add(joined, norm.weight[...], norm.eps, up.factor, impl)
-        summed = ("expert", "expert_ffn")
         if parallel.size("latent") > 1 and set(parallel.mesh_axes("latent")) == shared_over:
             whole, first = parallel.psum(routed, *summed), parallel.index("latent") * up.factor.shape[1]
             pair = linear_op.project_pair(whole, norm.weight[...], norm.eps, first, up.factor, inner, down.factor, impl)
             return parallel.psum(pair, "ffn")
         shared = down(inner, impl=impl)
         if parallel.size("latent") == 1:
-            routed, shared = parallel.psum_each([(routed, ("expert", "expert_ffn")), (shared, ("ffn",))])
+            routed, shared = parallel.psum_each([(routed, summed), (shared, ("ffn",))])
             return linear_op.project_normed(routed, norm.weight[...], norm.eps, up.factor, impl) + shared
-        whole = self.routed_expert_norm(parallel.psum(routed, "expert", "expert_ffn"))
+        whole = self.routed_expert_norm(parallel.psum(routed, *summed))
         partial = self.routed_expert_up_proj(parallel.local_slice(whole, "latent", -1), impl=self.impls.linear)
         return parallel.psum(partial, "latent") + parallel.psum(shared, "ffn")

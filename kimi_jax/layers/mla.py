@@ -51,6 +51,8 @@ class Mla(nnx.Module):
         lengths: Int[Array, " rows"],
         cache: MlaCache,
         pages: Int[Array, "rows table"] | None = None,
+        *,
+        cut: bool = False,
     ) -> tuple[Float[Array, "rows tokens embed"], MlaCache]:
         """Writes the rows of these tokens, then attends to all rows, or to those that the indexer chooses.
 
@@ -59,6 +61,7 @@ class Mla(nnx.Module):
           new: real tokens of each row.
           lengths: written rows per sequence once these tokens are in.
           pages: where the rows of each sequence lie when the cache is a pool.
+          cut: whether ``x`` is this device's share of the call (``layers/share``); ``new`` and ``lengths`` are of the whole.
         """
         sizes, impl = self.sizes, self.impls.linear
         readers = (self.q_a_proj, self.kv_a_proj_with_mqa, self.g_proj)
@@ -69,16 +72,21 @@ class Mla(nnx.Module):
         query = query.reshape(*x.shape[:2], -1, sizes.query_dim)
         read = self.indexer.read(x) if hasattr(self, "indexer") else None
         keys = None if read is None else read[0]
+        if cut:  # all new rows, of which every device writes what it is to hold
+            row = self.parallel.all_gather(row, "tokens", 1)
+            keys = None if keys is None else self.parallel.all_gather(keys, "tokens", 1)
+        # where devices that share the sequence have other tokens each, what is cached comes to the queries
+        come = cut and self.parallel.common("sequence", "tokens") > 1
         query, cache = self._write(query, row, keys, lengths - new, new, cache, pages)
         gate = gate.reshape(*query.shape[:3], sizes.value_dim)
 
         def dense() -> Float[Array, "rows tokens heads value_dim"]:
-            return self._attend(query, gate, positions, lengths, cache, pages)
+            return self._attend(query, gate, positions, lengths, cache, pages, come=come)
 
         def sparse() -> Float[Array, "rows tokens heads value_dim"]:
             assert read is not None
-            selected = self._select(query_latent, read[1], positions, cache, pages)
-            return self._attend_selected(query, gate, selected, lengths, cache, pages)
+            selected = self._select(query_latent, read[1], positions, lengths, cache, pages, come=come)
+            return self._attend_selected(query, gate, selected, lengths, cache, pages, come=come)
 
         parts = self.parallel.size("sequence")
         room = cache.latent.shape[1] * (1 if pages is None else pages.shape[1]) * parts
@@ -107,9 +115,11 @@ class Mla(nnx.Module):
         The queries come back absorbed where a launch does both.
         """
         norm, impl = self.kv_a_layernorm, self.impls.mla
+        # a call that is cut brings more new rows than queries
+        early = row.shape[1] == query.shape[1] and mla_op.absorbs_early(query.shape[1], impl)
         row, first, count = context.own(row, starts, new, self.parallel)
         asked: mla_op.Query = query
-        if mla_op.absorbs_early(query.shape[1], impl):
+        if early:
             asked, latent = mla_op.absorb_and_write(
                 cache.latent,
                 query,
@@ -134,13 +144,20 @@ class Mla(nnx.Module):
         query_latent: Float[Array, "rows tokens q_rank"],
         weights: Float[Array, "rows tokens index_heads"],
         positions: Int[Array, "rows tokens"],
+        lengths: Int[Array, " rows"],
         cache: MlaCache,
         pages: Int[Array, "rows table"] | None,
+        *,
+        come: bool,
     ) -> Int[Array, "rows tokens top_k"]:
         """Positions that each token attends to, of those up to its own."""
         q = self.indexer.ask(query_latent, self.q_a_layernorm)
         k, impl = self.indexer.sizes.top_k, self.impls.indexer
-        return context.select(q, weights, cache.index, positions, self.parallel, k=k, pages=pages, impl=impl)
+        index = cache.index
+        if come:
+            index, pages = context.gather_keys(index, lengths, self.parallel, pages), None
+            return context.indexer.select(q, weights, index, positions, k=k, impl=impl)
+        return context.select(q, weights, index, positions, self.parallel, k=k, pages=pages, impl=impl)
 
     def _attend(
         self,
@@ -150,6 +167,8 @@ class Mla(nnx.Module):
         lengths: Int[Array, " rows"],
         cache: MlaCache,
         pages: Int[Array, "rows table"] | None,
+        *,
+        come: bool,
     ) -> Float[Array, "rows tokens heads value_dim"]:
         """Gated attention over everything up to each token's own position."""
         return context.attend(
@@ -163,6 +182,7 @@ class Mla(nnx.Module):
             gate=gate,
             pages=pages,
             impl=self.impls.mla,
+            come=come,
         )
 
     def _attend_selected(
@@ -173,6 +193,8 @@ class Mla(nnx.Module):
         lengths: Int[Array, " rows"],
         cache: MlaCache,
         pages: Int[Array, "rows table"] | None,
+        *,
+        come: bool,
     ) -> Float[Array, "rows tokens heads value_dim"]:
         """Gated attention over the selected positions."""
         return context.attend_selected(
@@ -186,4 +208,5 @@ class Mla(nnx.Module):
             gate=gate,
             pages=pages,
             impl=self.impls.mla,
+            come=come,
         )

@@ -53,6 +53,7 @@ AXES: Mapping[str, Axis] = MappingProxyType(
         "vision_heads": Axis("attention heads of the vision tower"),
         "vision_ffn": Axis("inner width of the vision tower's MLPs"),
         "images": Axis("packs of images in a call of the vision tower"),
+        "tokens": Axis("tokens of a long call: each device of it takes a run of every row's"),
         "batch": Axis("rows of a step: one sequence each"),
         "sequence": Axis("position inside a cached sequence", owner="cache"),
         "pages": Axis("page of a paged cache", owner="cache"),

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int, Shaped
 
@@ -107,6 +108,18 @@ class Parallel:
         """What every share of a named axis holds, along a new first dim in the order of `index`."""
         mesh_axes = self.mesh_axes(name)
         return lax.all_gather(x, mesh_axes, axis=0, tiled=False) if mesh_axes else x[None]
+
+    def shifted(self, x: Shaped[Array, "..."], name: str, by: int) -> Shaped[Array, "..."]:
+        """What the share `by` places before holds; zeros where there is none."""
+        mesh_axes = self.mesh_axes(name)
+        if not mesh_axes:
+            return jnp.zeros_like(x)
+        # the order of the mesh, which ppermute asks for: counted there, share `s` is `place[s]`
+        shape = [size for axis, size in self.mesh if axis in mesh_axes]
+        inside = [axis for axis, _ in self.mesh if axis in mesh_axes]
+        place = np.arange(math.prod(shape)).reshape(shape).transpose([inside.index(axis) for axis in mesh_axes]).ravel()
+        pairs = [(int(place[share]), int(place[share + by])) for share in range(len(place) - by)]
+        return lax.ppermute(x, tuple(inside), pairs)
 
     def gather_among(self, x: Shaped[Array, "..."], name: str, among: str, axis: int) -> Shaped[Array, "..."]:
         """Join along dim `axis`, which `among` cuts, what the shares of `name` hold of it: all that those devices hold.

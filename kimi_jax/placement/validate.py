@@ -49,6 +49,14 @@ def interleave_problems(run: object) -> list[str]:
 _OTHER_DATA = {
     "batch": ("sequences", lambda name: name not in ("pages", "images")),
     "images": ("images", lambda name: name == "embed" or name.startswith("vision_")),
+    "tokens": (
+        "tokens of a call",
+        # cached rows and experts are met by every device's tokens; pictures and drafts are other programs
+        lambda name: (
+            name not in ("batch", "pages", "images", "sequence", "expert")
+            and not name.startswith(("vision_", "draft_"))
+        ),
+    ),
 }
 """Axes along which devices hold other data: of what, and which axes of the same program must lie elsewhere."""
 

@@ -50,6 +50,15 @@ def test_local_slice_is_the_inverse_of_all_gather(layout: Layout):
 
 
 @named
+def test_shifted_brings_what_the_share_before_holds(layout: Layout):
+    # Red when shares are counted in the order of the mesh ("reversed"), which is not that of a PartitionSpec.
+    step = partial(Parallel.of(layout).shifted, name="heads", by=3)
+    count = Parallel.of(layout).size("heads")
+    got = local(layout, step, cut(layout, "heads"), cut(layout, "heads"))(jnp.arange(1, count + 1))
+    assert got.tolist() == ([0] * 3 + list(range(1, count - 2)))[:count]
+
+
+@named
 def test_index_is_the_position_of_the_share(layout: Layout):
     # Red when the index is that of the device in the mesh.
     parallel = Parallel.of(layout)

@@ -19,7 +19,7 @@ TP8 = dict.fromkeys(("heads", "ffn", "expert_ffn", "vocab", "images"), ("tensor"
 
 def test_the_shipped_layouts_are_the_designed_ones():
     # Red when a file is renamed, an axis is added to tp8, or the expert axis of ep8 and tp4-ep2 is swapped.
-    assert {"single", "tp8", "tp8-lean", "ep8", "tp4-ep2", "dp2-tp4", "tp8-dcp8"} == set(SHIPPED)
+    assert {"single", "tp8", "tp8-lean", "ep8", "tp4-ep2", "dp2-tp4", "tp8-dcp8", "sp2-tp4"} == set(SHIPPED)
     both = ("tensor", "expert")
     mapped = {name: (dict(load_layout(name).axes), dict(load_layout(name).cache)) for name in SHIPPED}
     assert mapped["single"] == ({}, {})
@@ -32,6 +32,8 @@ def test_the_shipped_layouts_are_the_designed_ones():
     )
     assert mapped["dp2-tp4"] == (TP8 | {"batch": ("data",), "images": ("data", "tensor")}, {"pages": ("data",)})
     assert mapped["tp8-dcp8"] == (TP8, {"sequence": ("tensor",)})
+    dealt = {"expert": ("context",), "tokens": ("context",), "images": ("context", "tensor")}
+    assert mapped["sp2-tp4"] == (TP8 | dealt, {})
 
 
 @pytest.mark.parametrize("name", SHIPPED)

@@ -35,7 +35,7 @@ K3 = {
 }
 
 
-@pytest.mark.parametrize("name", ["single", "tp8", "tp8-lean", "ep8", "tp4-ep2", "dp2-tp4", "tp8-dcp8"])
+@pytest.mark.parametrize("name", ["single", "tp8", "tp8-lean", "ep8", "tp4-ep2", "dp2-tp4", "tp8-dcp8", "sp2-tp4"])
 def test_shipped_layouts_fit_k3(name: str):
     # Red when expert_ffn = 3072 over 8 is called a cut group (384 = 12 * 32), or one width is asked of every axis.
     validate(load_layout(name), K3)

@@ -49,14 +49,18 @@ def attend(
     gate: Float[Array, "rows tokens heads value_dim"] | None = None,
     pages: Int[Array, "rows pages"] | None = None,
     impl: str = "reference",
+    come: bool = False,
 ) -> Float[Array, "rows tokens heads value_dim"]:
-    """``mla.attend``, where ``cache`` is what this device holds; positions and lengths are those of the whole sequence."""
+    """``mla.attend``, where ``cache`` is what this device holds; positions and lengths are those of the whole sequence.
+
+    ``come``: the devices that share the sequence ask for other tokens each, so that the rows must come to the queries.
+    """
     if parallel.size("sequence") == 1:
         return mla.attend(
             query, cache, expand, positions, lengths, nope_dim=nope_dim, gate=gate, pages=pages, impl=impl
         )
     rule, rank = dealt(parallel), parallel.index("sequence")
-    if query.shape[1] >= mla.DIRECT_FROM:
+    if come or query.shape[1] >= mla.DIRECT_FROM:
         rows = gather_rows(cache, lengths, rule, parallel, pages)
         return mla.attend(query, rows, expand, positions, lengths, nope_dim=nope_dim, gate=gate, impl=impl)
     part = mla.attend_partial(
@@ -84,14 +88,18 @@ def attend_selected(
     gate: Float[Array, "rows tokens heads value_dim"] | None = None,
     pages: Int[Array, "rows pages"] | None = None,
     impl: str = "reference",
+    come: bool = False,
 ) -> Float[Array, "rows tokens heads value_dim"]:
-    """``sparse.attend_selected``, where ``cache`` is what this device holds; ``selected`` are positions of the whole sequence."""
+    """``sparse.attend_selected``, where ``cache`` is what this device holds; ``selected`` are positions of the whole sequence.
+
+    ``come``: as for :func:`attend`.
+    """
     if parallel.size("sequence") == 1:
         return sparse.attend_selected(
             query, cache, expand, selected, nope_dim=nope_dim, gate=gate, pages=pages, impl=impl
         )
     rule, rank = dealt(parallel), parallel.index("sequence")
-    if query.shape[1] >= mla.DIRECT_FROM:
+    if come or query.shape[1] >= mla.DIRECT_FROM:
         rows = gather_rows(cache, lengths, rule, parallel, pages)
         return sparse.attend_selected(query, rows, expand, selected, nope_dim=nope_dim, gate=gate, impl=impl)
     part = sparse.attend_selected_partial(
@@ -140,6 +148,21 @@ def select(
     with jax.named_scope("context_select"):
         held = 4 * rows * (room + 4 * k * rule.parts)  # scores, and every device's candidates on the way through a sort
         return by_chunks(some, (q, w, positions), (0, 0, -1), max(1, budget // held))
+
+
+def gather_keys(
+    index: IndexCache,
+    lengths: Int[Array, " rows"],
+    parallel: Parallel,
+    pages: Int[Array, "rows pages"] | None = None,
+) -> IndexCache:
+    """The index keys of every sequence in the order of positions, from what the devices that share it hold; without pages."""
+
+    def whole(held: Shaped[Array, "pool page ..."]) -> Shaped[Array, "rows room ..."]:
+        found = gather_rows(held.reshape(*held.shape[:2], -1), lengths, dealt(parallel), parallel, pages)
+        return found.reshape(*found.shape[:2], *held.shape[2:])
+
+    return jax.tree.map(whole, index)
 
 
 def _of_all_heads(

@@ -36,6 +36,9 @@ KERNELS = ("pallas", "interpret")
 KERNEL_DIMS = (16, 32, 64, 128)
 """Channels of a head that the kernels take: what a matrix instruction multiplies, and registers hold."""
 
+KERNEL_VALUES = (*KERNEL_DIMS, 256)
+"""Value channels likewise; twice a head's where an identity stands beside its values (``fragments``)."""
+
 
 def short_conv(
     x: Float[Array, "rows tokens channels"],
@@ -120,7 +123,10 @@ def kda(
             f"form 'chunked' needs lower_bound >= {SMALLEST_BOUND}, not {lower_bound}; 'recurrent' and 'auto' work"
         )
     if impl in KERNELS:
-        problems += kernel_problems(lower_bound, q.shape[-1], v.shape[-1])
+        problems += kernel_problems(lower_bound, q.shape[-1])
+        if v.shape[-1] not in KERNEL_VALUES:
+            built_for = ", ".join(map(str, KERNEL_VALUES))
+            problems.append(f"heads of {v.shape[-1]} value channels: kernels are built for {built_for}")
     check_kda(q, k, v, f, b, A_log, dt_bias, state, lengths, problems)
     if form == "auto":
         many = q.shape[1] >= CHUNKED_FROM or impl in KERNELS
@@ -140,7 +146,7 @@ def kernel_problems(lower_bound: float | None, *dims: int) -> list[str]:
 
     Args:
       lower_bound: of the gate; None where it has none.
-      dims: channels of a head; of keys and of values where they differ.
+      dims: channels of a head.
     """
     problems = []
     for dim in dims:
