@@ -85,7 +85,8 @@ class Mla(nnx.Module):
 
         def sparse() -> Float[Array, "rows tokens heads value_dim"]:
             assert read is not None
-            selected = self._select(query_latent, read[1], positions, lengths, cache, pages, come=come)
+            asked, held = (query_latent, read[1], positions), (cache, pages)
+            selected = self._select_here(*asked, lengths, *held) if come else self._select(*asked, *held)
             return self._attend_selected(query, gate, selected, lengths, cache, pages, come=come)
 
         parts = self.parallel.size("sequence")
@@ -144,20 +145,28 @@ class Mla(nnx.Module):
         query_latent: Float[Array, "rows tokens q_rank"],
         weights: Float[Array, "rows tokens index_heads"],
         positions: Int[Array, "rows tokens"],
-        lengths: Int[Array, " rows"],
         cache: MlaCache,
         pages: Int[Array, "rows table"] | None,
-        *,
-        come: bool,
     ) -> Int[Array, "rows tokens top_k"]:
         """Positions that each token attends to, of those up to its own."""
         q = self.indexer.ask(query_latent, self.q_a_layernorm)
         k, impl = self.indexer.sizes.top_k, self.impls.indexer
-        index = cache.index
-        if come:
-            index, pages = context.gather_keys(index, lengths, self.parallel, pages), None
-            return context.indexer.select(q, weights, index, positions, k=k, impl=impl)
-        return context.select(q, weights, index, positions, self.parallel, k=k, pages=pages, impl=impl)
+        return context.select(q, weights, cache.index, positions, self.parallel, k=k, pages=pages, impl=impl)
+
+    def _select_here(
+        self,
+        query_latent: Float[Array, "rows tokens q_rank"],
+        weights: Float[Array, "rows tokens index_heads"],
+        positions: Int[Array, "rows tokens"],
+        lengths: Int[Array, " rows"],
+        cache: MlaCache,
+        pages: Int[Array, "rows table"] | None,
+    ) -> Int[Array, "rows tokens top_k"]:
+        """The same where the devices that share the sequence ask for other tokens: the keys come to the queries."""
+        q, index = self.indexer.ask(query_latent, self.q_a_layernorm), cache.index
+        index = context.gather_keys(index, lengths, self.parallel, pages)
+        k, impl = self.indexer.sizes.top_k, self.impls.indexer
+        return context.indexer.select(q, weights, index, positions, k=k, impl=impl)
 
     def _attend(
         self,

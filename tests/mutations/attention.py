@@ -231,8 +231,8 @@ def blind_to_itself(site: Site) -> None:
 
 def positions_restart_in_every_call(site: Site) -> None:
     def make(call: Any) -> Any:
-        def run(layer: Mla, x: Any, positions: Any, new: Any, lengths: Any, *cache: Any) -> Any:
-            return call(layer, x, positions - positions[:, :1], new, new, *cache)
+        def run(layer: Mla, x: Any, positions: Any, new: Any, lengths: Any, *cache: Any, **cut: Any) -> Any:
+            return call(layer, x, positions - positions[:, :1], new, new, *cache, **cut)
 
         return run
 

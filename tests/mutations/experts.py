@@ -74,7 +74,7 @@ def router_on_the_latent(site: Site) -> None:
     """Through the up projection, since the latent is too narrow for the router."""
 
     def make(call: Any) -> Any:
-        def run(layer: LatentMoe, x: Any, real: Any) -> Any:
+        def run(layer: LatentMoe, x: Any, real: Any, **cut: Any) -> Any:
             router, shipped = layer.gate.weight[...], linear_op.project_many
             seen = layer.routed_expert_up_proj(layer.routed_expert_down_proj(x.reshape(-1, x.shape[-1])))
 
@@ -84,7 +84,7 @@ def router_on_the_latent(site: Site) -> None:
             with site.patch.context() as patch:
                 op = SimpleNamespace(**{**vars(linear_op), "project_many": project})
                 patch.setattr(latent_moe, "linear_op", op)
-                return call(layer, x, real)
+                return call(layer, x, real, **cut)
 
         return run
 
@@ -156,7 +156,7 @@ def right_join(site: Site) -> None:
 
 
 def _join(site: Site, join: Any) -> None:
-    def run(layer: LatentMoe, routed: Any, inner: Any) -> Any:
+    def run(layer: LatentMoe, routed: Any, inner: Any, _: Any) -> Any:
         return join(layer, routed, layer.shared_experts.down_proj(inner))
 
     site.patch.setattr(LatentMoe, "_join", run)

@@ -41,7 +41,9 @@ class Seen(trace.Recorder):
             self.note("selected", selected[0])
             return selected
 
-        def attending(layer: Mla, query: Any, gate: Any, selected: Any, lengths: Any, cache: Any, pages: Any) -> Any:
+        def attending(
+            layer: Mla, query: Any, gate: Any, selected: Any, lengths: Any, cache: Any, pages: Any, **come: Any
+        ) -> Any:
             expand, sizes = layer.kv_b_proj.weight[...], layer.sizes
             absorbed = mla_op.absorb(query, expand, nope_dim=sizes.nope_dim)
             inner, _ = sparse_op.attend_selected_partial(
@@ -51,7 +53,7 @@ class Seen(trace.Recorder):
             self.note("q_shared", absorbed[0, ..., sizes.kv_rank :])
             self.note("rows", cache.latent[0])
             self.note("o_latent", inner[0])
-            return attend(layer, query, gate, selected, lengths, cache, pages)
+            return attend(layer, query, gate, selected, lengths, cache, pages, **come)
 
         patch.setattr(Mla, "_select", selecting)
         patch.setattr(Mla, "_attend_selected", attending)
