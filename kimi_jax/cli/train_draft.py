@@ -4,8 +4,8 @@ The folder ``--out`` becomes a draft that ``--draft`` takes. The run is kept in 
 ``--resume`` goes on to the same weights, ``data.jsonl`` where the model was sampled, ``metrics.jsonl``, and ``loss.png`` where
 matplotlib is installed.
 
-Keys of ``--json``: ``model``, ``out``, ``steps``, ``sequences``, ``tokens`` (in them), ``data`` (their digest), ``parameters`` (of the
-draft), ``resumed_at`` (null for a new run), ``seconds`` (of this call's training), and of the last update ``loss``,
+Keys of ``--json``: ``model``, ``out``, ``steps``, ``sequences``, ``tokens`` (in them), ``data`` (their digest), ``parameters``
+(of the draft), ``resumed_at`` (null for a new run), ``seconds`` (of this call's training), and of the last update ``loss``,
 ``cross_entropy``, ``distance``, ``confidence``, ``accept`` and ``length`` (tokens per step that the acceptances promise).
 """
 
@@ -97,6 +97,7 @@ def run(args: argparse.Namespace) -> int:
         kept: dict[str, Any] = {"checkpoints": checkpoints, "metrics": metrics, "every": args.log_every}
         trained = train_draft(steps, params, spec, masters, samples, settings, **kept, watch=progress)
     seconds = time.monotonic() - begun
+    _remove_partial(out)
     export_draft(out, spec, trained, args.export_dtype)
     _draw(metrics, out)
     last = {key: value for key, value in metrics.read()[-1].items() if key in _WATCHED}
@@ -150,8 +151,10 @@ def _check(args: argparse.Namespace, out: Path) -> None:
         problems.append(f"--taps {args.taps}; expected layers with commas between them")
     if (out / "config.json").exists():
         problems.append(f"--out {out} holds a finished draft already")
-    elif (out / RUN / "checkpoints").exists() and not args.resume:
+    elif (out / RUN).exists() and not args.resume:
         problems.append(f"--out {out} holds a run; add --resume to go on with it, or choose another folder")
+    elif not (out / RUN).exists() and list(out.glob("*.safetensors")):
+        problems.append(f"--out {out} holds a checkpoint; choose another folder")
     if problems:
         raise ArgumentError("This draft cannot be trained", problems)
 
@@ -205,9 +208,16 @@ def _samples(args: argparse.Namespace, model: "Kimi", out: Path, settings: "Draf
         return read_samples(Path(args.data), model.config.vocab, encode)
     kept = out / RUN / "data.jsonl"
     if not kept.exists():
-        prompts = read_samples(Path(args.prompts), model.config.vocab, encode, least=1) if args.prompts else None
+        prompts = read_prompts(model, Path(args.prompts)) if args.prompts else None
         write_samples(kept, sample_answers(model, args, prompts, settings.seq_len))
     return read_samples(kept, model.config.vocab, None)
+
+
+def read_prompts(model: "Kimi", file: Path) -> list["Sample"]:
+    """What the model is asked, each of one id or more."""
+    from kimi_jax.train.draft_data import read_samples
+
+    return read_samples(file, model.config.vocab, model.tokenizer.encode if model.tokenizer else None, least=1)
 
 
 def sample_answers(
@@ -255,6 +265,12 @@ def sample_answers(
         samples += [Sample((*ids, *answer), len(ids)) for ids, answer in zip(some, drawn, strict=True)]
     # an answer of one id has nothing to draft behind it
     return [sample for sample in samples if len(sample.ids) >= max(sample.prompt, 1) + 2]
+
+
+def _remove_partial(out: Path) -> None:
+    """Clears the way for an export after one that was killed: config.json, which comes last, is not there."""
+    for left in (*out.glob("model*.safetensors"), *out.glob("model*.safetensors.index.json")):
+        left.unlink()
 
 
 def _draw(metrics: Any, out: Path) -> None:
