@@ -31,7 +31,12 @@ def add_parser(subparsers: Any) -> None:
     gsm8k.add_argument(
         "--data", type=Path, metavar="FOLDER", help="with a train and a test file (default: the network)"
     )
-    gsm8k.add_argument("--num-fewshot", type=int, default=5, help="worked examples before a question (default: 5)")
+    gsm8k.add_argument(
+        "--task", type=Path, metavar="FILE", help="another task in its place: one that eval nano --export-lm-eval wrote"
+    )
+    gsm8k.add_argument(
+        "--num-fewshot", type=int, default=None, help="worked examples before a question (default: 5; with --task: 0)"
+    )
     gsm8k.add_argument("--endpoint", choices=("completions", "chat"), default="completions")
     gsm8k.add_argument(
         "--max-tokens", type=int, default=None, help="of an answer (default: 512; chat, which thinks: 16384)"
@@ -85,28 +90,32 @@ def run(args: argparse.Namespace) -> int:
 def _gsm8k(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     from kimi_jax.evals.harness import Run, gsm8k
 
+    fewshot = args.num_fewshot if args.num_fewshot is not None else 0 if args.task else 5
     score = gsm8k(
         Run(
             url=args.url.rstrip("/").removesuffix("/v1"),
             model=args.model,
             endpoint=args.endpoint,
             concurrency=args.concurrency,
-            fewshot=args.num_fewshot,
+            fewshot=fewshot,
             max_tokens=args.max_tokens or (16384 if args.endpoint == "chat" else 512),
             limit=args.limit,
             data=args.data,
             key=args.api_key,
             samples=args.samples,
+            task=args.task,
         )
     )
     if not args.json:
-        print(f"gsm8k, {args.num_fewshot}-shot, {score.questions:,} questions, {args.endpoint}")
+        print(
+            f"{args.task.stem if args.task else 'gsm8k'}, {fewshot}-shot, {score.questions:,} questions, {args.endpoint}"
+        )
         for name, value, error in (
             ("strict-match", score.strict, score.strict_error),
             ("flexible-extract", score.flexible, score.flexible_error),
         ):
             print(f"{name:18} {value:7.2%}" + ("" if error is None else f" ± {error:.2%}"))
-    return 0, {"fewshot": args.num_fewshot, "endpoint": args.endpoint, **asdict(score)}
+    return 0, {"fewshot": fewshot, "endpoint": args.endpoint, **asdict(score)}
 
 
 def _tools(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:

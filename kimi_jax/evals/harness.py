@@ -1,4 +1,4 @@
-"""GSM8K by lm-evaluation-harness, in a process of its own: a real client with its own task definition and its own sums."""
+"""GSM8K, or a task of its form, by lm-evaluation-harness in a process of its own: a real client with its own sums."""
 
 import importlib.util
 import json
@@ -42,6 +42,7 @@ class Run:
       data: folder or None for the public data set from the network.
       key: of the server, or None.
       samples: file for the harness's results with all prompts and answers, or None.
+      task: definition of a task with the filters and the metric of GSM8K to run in its place, or None.
     """
 
     url: str
@@ -54,6 +55,7 @@ class Run:
     data: Path | None = None
     key: str | None = None
     samples: Path | None = None
+    task: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -82,8 +84,13 @@ def gsm8k(run: Run) -> Score:
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
         task = folder / f"{TASK}_here.yaml"
-        definition = Path(installed.origin).parent / "tasks" / TASK / f"{TASK}.yaml"
-        task.write_text(json.dumps(_task(definition, run.data)))  # JSON is YAML
+        definition = run.task or Path(installed.origin).parent / "tasks" / TASK / f"{TASK}.yaml"
+        if run.task is not None and not run.task.is_file():
+            problems = [f"there is no file {run.task}"]
+            raise ProblemsError(
+                "This task cannot be run", problems, "kimi-jax eval nano --export-lm-eval FOLDER makes one."
+            )
+        task.write_text(json.dumps(_task(definition.resolve(), run.data)))  # JSON is YAML
         output = folder / "results.json"
         asked = {"evaluate": _arguments(run, task), "output": str(output)}
         done = subprocess.run(
@@ -151,7 +158,7 @@ def _arguments(run: Run, task: Path) -> dict[str, Any]:
 
 def _environment(run: Run, folder: Path) -> dict[str, str]:
     environment = {**os.environ, "OPENAI_API_KEY": run.key or "none"}  # not an argument, which others could see
-    if run.data is not None:
+    if run.data is not None or run.task is not None:
         environment |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_DATASETS_CACHE": str(folder / "data")}
     return environment
 

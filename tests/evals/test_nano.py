@@ -11,7 +11,7 @@ from kimi_jax.cli import eval_nano
 from kimi_jax.cli.main import main
 from kimi_jax.completion import Completion, DraftUsage, Usage
 from kimi_jax.evals.nano import NanoError, askable, evaluate
-from kimi_jax.evals.nano_export import NAME, questions
+from kimi_jax.evals.nano_export import questions
 from kimi_jax.testing.tokenizer import write_tiny_tokenizer
 from kimi_jax.text.tokenizer import Tokenizer
 from kimi_jax.train.data.drawing import picture
@@ -122,27 +122,3 @@ def test_exported_questions_are_held_out():
     for row in rows:
         said, _, number = row["answer"].partition("\n#### ")
         assert f"The answer is {number}" in said  # red when the harness would look for another number
-
-
-@pytest.mark.slow
-def test_the_harness_loads_the_export(tmp_path, monkeypatch, capsys):
-    pytest.importorskip("lm_eval", reason="pip install 'kimi-jax[eval]'")
-    assert main(["eval", "nano", "--export-lm-eval", str(tmp_path / "task"), "--rows", "7", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["rows"] == 7
-    for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
-        monkeypatch.setenv(name, "1")
-    import datasets
-    from lm_eval.tasks import TaskManager
-
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    manager = TaskManager(include_path=str(tmp_path / "task"), include_defaults=False)
-    task = manager.load(NAME)["tasks"][NAME]
-    docs = list(task.test_docs())
-    assert len(docs) == 7 and task.doc_to_text(docs[0]) == questions("held-out", 1, 0)[0]["question"]
-    wanted = task.doc_to_target(docs[0])
-    assert wanted == questions("held-out", 1, 0)[0]["answer"].rpartition(" ")[2]
-    filters = {one.name: one for one in task._filters}
-    instances = [SimpleNamespace(resps=[f"The answer is {wanted} nuts."], doc=docs[0], filtered_resps={})]
-    for name in ("strict-match", "flexible-extract"):
-        filters[name].apply(instances)
-        assert instances[0].filtered_resps[name] == wanted  # red when a pattern does not fit what is taught
