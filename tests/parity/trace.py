@@ -39,7 +39,7 @@ HEAVY: Mapping[str, tuple[Any, tuple[str, ...]]] = {
     "kda": (kda_op, ("lower_bound",)),
     "short_conv": (kda_op, ()),
     "attend": (mla_op, ("nope_dim", "impl")),
-    "experts": (moe_op, ("beta", "linear_beta", "first_expert", "impl")),
+    "experts": (moe_op, ("beta", "linear_beta", "first_expert", "dtype", "impl")),
     "route": (moe_op, ("top_k", "renormalize", "scale", "impl")),
     "situ": (situ_op, ("beta", "linear_beta")),
     "mix": (attn_res, ("eps",)),
