@@ -48,7 +48,7 @@ MODES: tuple[tuple[Mode, float], ...] = (
     ((True, "low"), 0.06),
     ((False, None), 0.23),
 )
-"""How replies are asked for, and how often: as every command asks by default, most of all. The message about effort costs 65
+"""How replies are asked for, and how often: as every command asks by default, most of all. The message about effort costs 63
 tokens of an example, so a good part goes without."""
 
 DEFAULT_MODE: Mode = (True, "max")
