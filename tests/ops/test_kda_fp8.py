@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from kimi_jax.ops.kda import api
 from kimi_jax.ops.linear.weights import Scaled
@@ -17,6 +18,7 @@ def attend(case, decay, impl):
     return api.attend(projected, weights, windows, state, lengths, lower_bound=-5.0, eps=EPS, impl=impl)
 
 
+@pytest.mark.slow
 def test_a_step_rounds_the_decay_latent_as_a_projection_does():
     # Red when the kernel takes codes for values, scales channels by a neighbour, leaves the latent unrounded, or writes the state
     # over another operand now that one of them is two arrays.

@@ -10,6 +10,7 @@ from tests.parity.models import assert_logits, logits, prompt, tiny
 from tests.parity.quick import answers, ids, quick
 
 
+@pytest.mark.slow
 def test_scores_and_an_answer_of_the_quick_model(light_compilation):
     # Red when a layer hands a kernel another array than its reference, or a kernel writes a cache elsewhere.
     kernels, xla = quick(impl="interpret"), quick()

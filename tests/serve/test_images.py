@@ -239,6 +239,7 @@ class TestUnderWay:
         assert run(made, scenario, seeing(), images=images).status == 200
         assert len(made.seen) == 1
 
+    @pytest.mark.slow
     def test_no_room(self):
         # red when pictures that wait for the tower have no bound, keep one another from being seen, or never give their room back
         images, made = make_eyes(room=600_000), engine(answer=reply(ANSWER), slots=8)

@@ -74,6 +74,7 @@ def seen(choice):
 
 
 class TestAnswers:
+    @pytest.mark.slow
     def test_seeds(self, client):
         one, again, other = chat(client), chat(client), chat(client, seed=6)
         assert one.usage.completion_tokens == 12

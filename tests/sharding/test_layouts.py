@@ -75,7 +75,7 @@ def test_states_are_those_of_one_device(layout):
             np.testing.assert_allclose(array, reference, rtol=0, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("layout", ["single", *TEXT])
+@pytest.mark.parametrize("layout", [pytest.param("single", marks=pytest.mark.slow), *TEXT])
 def test_greedy_text_is_golden(layout):
     # red when the winner of the vocabulary's shards is picked by another rule than the whole vocabulary's
     assert ROWS[3] == golden()["greedy/prompt"]
