@@ -63,15 +63,20 @@ def table(first: np.ndarray, said: list[list[int]]) -> np.ndarray:
     return second
 
 
-@cache
 def folder() -> Path:
     """The draft's checkpoint."""
+    return checkpoint(decent=True)
+
+
+@cache
+def checkpoint(*, decent: bool) -> Path:
+    """The draft, or one like it that knows nothing, which asks the target nothing."""
     home = Path(tempfile.mkdtemp(prefix="quick-draft-"))
     atexit.register(shutil.rmtree, home)
     random = np.random.default_rng(8)
     specs = draft_parameters(read_spec(CONFIG, "here").sizes, Precision())
     tensors = {name: random.normal(size=spec.shape).astype(np.float32) / 8 for name, spec in specs.items()}
-    second = table(tensors["markov_head.markov_w1.weight"], plain())
+    second = table(tensors["markov_head.markov_w1.weight"], plain() if decent else [])
     save_file({**tensors, "markov_head.markov_w2.weight": second}, home / "model.safetensors")
     (home / "config.json").write_text(json.dumps(CONFIG))
     return home
@@ -89,8 +94,8 @@ def target(devices: int = 1) -> Runner:
 
 
 @cache
-def runner(devices: int = 1) -> DraftedRunner:
+def runner(devices: int = 1, *, decent: bool = True) -> DraftedRunner:
     """The target with this draft."""
     alone = target(devices)
-    joined, params = attach(alone.steps, alone.params, DraftOptions(folder()))
+    joined, params = attach(alone.steps, alone.params, DraftOptions(checkpoint(decent=decent)))
     return DraftedRunner(joined, params, alone.allowed, alone.chunk)
