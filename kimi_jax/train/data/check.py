@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from kimi_jax.train.data.example import Example
 from kimi_jax.train.data.lists import spelled
 from kimi_jax.train.data.score import CALLS, reference, scores, valid_call
-from kimi_jax.train.data.working import result, wrong_equations
+from kimi_jax.train.data.working import result, wrong_equations, wrong_working
 
 
 def faults(example: Example) -> list[str]:
@@ -26,6 +26,7 @@ def _faults(example: Example) -> Iterator[str]:
             continue
         texts = (message["content"], message["reasoning_content"]) if example.task not in ("call", "result") else ()
         yield from (f"{equation} does not hold" for text in texts for equation in wrong_equations(text))
+        yield from (f"{working} does not add up" for text in texts for working in wrong_working(text))
         if message["content"] == "" and not message.get("tool_calls"):
             yield "a reply says nothing"
     yield from (f"a call does not fit: {call}" for call in said.tool_calls if not valid_call(example, call))

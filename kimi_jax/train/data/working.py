@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 SIGNS = ("+", "-", "*", "/")
 
+_WORKED = re.compile(r"(\d+)([-+*/])(\d+): ([^:\n]*), so (\d+)")
 _EQUATION = re.compile(r"(?<![\d*/+-])(\d+(?:[-+*/]\d+)+)=(\d+)(?: rest (\d+))?")
 
 
@@ -42,6 +43,28 @@ def short(left: int, sign: str, right: int) -> str:
 def wrong_equations(text: str) -> list[str]:
     """Every equation of a text that does not hold."""
     return [found[0] for found in _EQUATION.finditer(text) if not _holds(found[1], int(found[2]), int(found[3] or 0))]
+
+
+def wrong_working(text: str) -> list[str]:
+    """Every worked step of a text whose parts do not add up to what it says: a lost carry leaves each equation true."""
+    return [found[0] for found in _WORKED.finditer(text) if not _adds_up(found)]
+
+
+def _adds_up(found: re.Match[str]) -> bool:
+    left, sign, right, steps, claimed = found.groups()
+    parts: list[int] = []
+    for step in steps.split(", "):
+        expression, _, value = step.partition("=")
+        if sign == "*" and "*" not in expression:
+            parts.pop()  # a carry is added to the product before
+        parts.append(int(value.split(" rest ")[0]))
+    if sign == "/":  # from the left, one digit of the quotient a step
+        written = int("".join(map(str, parts)))
+    else:  # from the right, the last with all its digits
+        written = sum(part % 10 * 10**place for place, part in enumerate(parts[:-1])) + parts[-1] * 10 ** (
+            len(parts) - 1
+        )
+    return written == int(claimed) == result(int(left), sign, int(right))
 
 
 def _holds(expression: str, claimed: int, rest: int) -> bool:

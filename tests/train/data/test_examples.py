@@ -13,7 +13,7 @@ from kimi_jax.train.data.encode import conversation
 from kimi_jax.train.data.example import SPLITS
 from kimi_jax.train.data.score import CALLS, Given, GivenCall, reference, score, scores
 from kimi_jax.train.data.tasks import DEFAULT_MODE, MODES, PICTURES, TASKS, TaskError, example, examples, mixture
-from kimi_jax.train.data.working import SIGNS, worked, wrong_equations
+from kimi_jax.train.data.working import SIGNS, worked, wrong_equations, wrong_working
 
 NAMES = (*TASKS, "needle:300")
 
@@ -93,7 +93,9 @@ def test_planted_errors_are_found(name):
     other = next(o for o in examples(name, "train", 8, DEFAULT_MODE) if o.answer != one.answer)
     assert score(one, reference(other)) == 0.0
     if name not in ("call", "parallel-calls", "word", "number", "talk", "chat", "no-call"):
-        assert faults(replace(one, answer="987654"))  # red when nothing is computed again
+        told = replace(one, answer="987654", messages=(*one.prompt, {**one.reply, "content": "987654"}))
+        assert score(told, reference(told)) == 1.0
+        assert faults(told)  # red when nothing is computed again
 
 
 @pytest.mark.parametrize("sign", SIGNS)
@@ -103,11 +105,14 @@ def test_working_is_found_wrong_where_it_is(sign):
             if (sign == "-" and right > left) or (sign == "/" and left % right):
                 continue
             text = worked(left, sign, right)
-            assert wrong_equations(text) == []
+            assert wrong_equations(text) == wrong_working(text) == []  # red with a carry or a borrowed one that is lost
             step = text.rpartition("=")[2].partition(",")[0].split()[0]  # the result of the last step
             assert wrong_equations(
                 text.replace(f"={step}", f"={int(step) + 1}")
             )  # red with a checker that reads no equation
+    lost = {"+": "47+38: 7+8=15, 4+3=7, so 85", "-": "83-47: 13-7=6, 8-4=4, so 36", "*": "37*4: 7*4=28, 3*4=12, so 148",
+            "/": "84/6: 8/6=1 rest 2, 4/4=1, so 14"}[sign]  # fmt: skip
+    assert wrong_working(lost) == [lost] and wrong_equations(lost) == []
 
 
 def test_calls_are_scored_by_schema_and_by_value():
