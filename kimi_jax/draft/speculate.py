@@ -186,7 +186,7 @@ class Speculation:
         context = self.draft.write(self.draft.fuse(verified.taps), rows.position, counts, cache.context, self.pages)
         tally = _count(cache.tally, verdict.kept, emitted, jnp.where(rows.status == RUNNING, verified.lengths, 0))
         drawn = Drawn(jnp.where(emitted, verdict.tokens, -1), verdict.logprobs)
-        return DraftedCache(commit(verified.held, counts), context, tally), after, drawn
+        return DraftedCache(commit(verified.held, counts, self.model.impls.kda), context, tally), after, drawn
 
     def lengths(self, rows: Rows) -> Int[Array, " rows"]:
         """Drafts to verify: no more than the cache and the budget have room for."""
@@ -309,15 +309,10 @@ def book_block(
     return Rows(token, rows.position + counts, rows.budget - counts, status), emitted, counts
 
 
-def commit(held: HeldCache, counts: Int[Array, " rows"]) -> Cache:
+def commit(held: HeldCache, counts: Int[Array, " rows"], impl: str = "reference") -> Cache:
     """The cache once the first ``counts`` tokens of a verified block are in: folded states; latent rows count by position alone."""
     return tuple(
-        KdaCache(
-            rollback.window_after(entry.conv, entry.records.inputs, counts),
-            rollback.fold(entry.state, entry.records, counts),
-        )
-        if isinstance(entry, rollback.Pending)
-        else entry
+        KdaCache(*rollback.commit(entry, counts, impl)) if isinstance(entry, rollback.Pending) else entry
         for entry in held
     )
 

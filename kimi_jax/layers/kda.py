@@ -100,7 +100,14 @@ class Kda(nnx.Module):
     ) -> tuple[Float[Array, "rows tokens embed"], rollback.Pending]:
         """The same outputs over a drafted block, the cache as it was, and records of the block beside it."""
         out, records = rollback.verify(
-            self._project(x), self._weights(), cache.conv, cache.state, lengths, lower_bound=self.bound, eps=self.eps
+            self._project(x),
+            self._weights(),
+            cache.conv,
+            cache.state,
+            lengths,
+            lower_bound=self.bound,
+            eps=self.eps,
+            impl=self.impl,
         )
         y = self.parallel.psum(self.o_proj(out, impl=self.impls.linear), "heads")
         return y, rollback.Pending(cache.conv, cache.state, records)

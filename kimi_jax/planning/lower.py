@@ -161,9 +161,13 @@ def lower_step(
     program = read_lowered(lowered.compiler_ir())
     dropped = never_passed(steps, program.arguments)
     rows = ask.rows // ask.placed.parts("batch")
-    expected = expected_kernels(ask.config, steps.implementations, rows, chunk, random, ask.length)
-    if phase == "verify":  # its recurrent layers are XLA's
-        expected = {kernel: least for kernel, least in expected.items() if kernel.op != "kda"}
+    expected = expected_kernels(
+        ask.config, steps.implementations, rows, chunk, random, ask.length, "attention" in ask.fp8.groups
+    )
+    if phase == "verify":  # recurrent layers keep their states until the verdict
+        step = Launch("kda", "kda_step")
+        held = {Launch("kda", name): expected[step] for name in ("kda_verify", "kda_fold") if step in expected}
+        expected = {**{kernel: least for kernel, least in expected.items() if kernel.op != "kda"}, **held}
     return Lowered(
         planned, phase, chunk, steps.implementations, program, dropped, expected, seconds, peak_bytes()
     )  # fmt: skip

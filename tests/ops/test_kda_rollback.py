@@ -92,3 +92,23 @@ def test_padding_is_never_read():
             states = [FOLD(state, records, jnp.array(counts)) for _, records in (clean, dirty)]
             np.testing.assert_array_equal(*states)
             np.testing.assert_array_equal(states[0][1], state[1])
+
+
+def test_kernels_keep_the_same_records_and_fold_them():
+    # red when a record is taken after its write, padding leaves one, or a fold takes one token more or moves an idle row
+    projected, weights, windows, state = layer(2, rows=4)
+    lengths, counts = jnp.array([8, 5, 0, 8]), jnp.array([8, 3, 0, 1])
+    out, records = verify(-5.0)(projected, weights, windows, state, lengths)
+    run = jax.jit(partial(rollback.verify, lower_bound=-5.0, eps=1e-5, impl="interpret"))
+    own, kept = run(projected, weights, windows, state, lengths)
+    np.testing.assert_allclose(own, out, atol=2e-5)
+    for name in ("k", "g", "u"):
+        np.testing.assert_allclose(getattr(kept, name), getattr(records, name), atol=2e-5, err_msg=name)
+    real = np.arange(TOKENS)[None, None, :, None] < np.asarray(lengths)[:, None, None, None]
+    np.testing.assert_array_equal(kept.inputs, jnp.where(real, records.inputs, 0))
+    commit = jax.jit(rollback.commit, static_argnames="impl")
+    pending = rollback.Pending(windows, state, kept)
+    wanted, found = commit(pending, counts), commit(pending, counts, impl="interpret")
+    np.testing.assert_array_equal(found[0], wanted[0])
+    np.testing.assert_allclose(found[1], wanted[1], atol=2e-5)
+    np.testing.assert_array_equal(found[1][2], state[2])

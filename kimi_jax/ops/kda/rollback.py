@@ -2,7 +2,7 @@
 
 ``verify`` gives the outputs and, of every token, what it would write; ``fold`` applies the writes of the accepted ones. ``u`` of a
 token depends only on tokens before it, so the records of accepted ones are right whatever is rejected later. The state is read once
-by each and written once (DSpark notes, section 10, option B). Both are XLA's in every implementation.
+by each and written once (DSpark notes, section 10, option B). With kernels each is one launch a layer.
 """
 
 from functools import partial
@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kimi_jax.ops.kda import output, reference
+from kimi_jax.ops.kda import api, output, pallas_step, reference
 from kimi_jax.ops.kda.conv import short_conv
 from kimi_jax.ops.kda.inputs import Projected, Weights
 from kimi_jax.ops.linear import api as linear
@@ -54,8 +54,18 @@ def verify(
     *,
     lower_bound: float | None,
     eps: float,
+    impl: str = "reference",
 ) -> tuple[Float[Array, "rows tokens channels"], Records]:
-    """As ``api.attend``, with records in the place of a new state. Tokens at ``lengths`` and beyond may hold anything."""
+    """As ``api.attend``, with records in the place of a new state. Tokens at ``lengths`` and beyond may hold anything.
+
+    Kernels take as many tokens as those of a step, and layers without ``api.kernel_problems``.
+    """
+    if impl != "reference" and projected.v.shape[1] <= pallas_step.MOST_TOKENS:
+        assert lower_bound is not None
+        out, records = pallas_step.verify(
+            projected, weights, windows, state, lengths, lower_bound=lower_bound, eps=eps, interpret=impl == "interpret"
+        )
+        return out, Records(*records)
     x, dim = projected, state.shape[-1]
     by_head = (*x.v.shape[:2], -1, dim)
     streams = (x.q, x.k, x.v)
@@ -85,6 +95,18 @@ def writes(
     by_time = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), tokens)
     _, (out, u) = jax.lax.scan(reference.write_step, state, by_time)
     return jnp.moveaxis(out, 0, 1), jnp.moveaxis(u, 0, 1)
+
+
+def commit(
+    pending: Pending, counts: Int[Array, " rows"], impl: str = "reference"
+) -> tuple[Float[Array, "rows streams taps_less_one channels"], Float[Array, "rows heads key value"]]:
+    """Windows and state once the first ``counts`` tokens of a verified block are in."""
+    conv, state, records = pending
+    few = records.k.shape[1] <= pallas_step.MOST_TOKENS and state.shape[-1] in api.KERNEL_DIMS
+    if impl != "reference" and few:
+        state, conv = pallas_step.fold(state, conv, tuple(records), counts, interpret=impl == "interpret")
+        return conv, state
+    return window_after(conv, records.inputs, counts), fold(state, records, counts)
 
 
 def fold(
