@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
-FIGURES = {"01": 4, "02": 2, "03": 4}
+FIGURES = {"01": 4, "02": 2, "03": 4, "04": 3}
 LIMIT = 180
 """Seconds that a reader waits at most, on two cores."""
 
