@@ -1,6 +1,7 @@
 """Gated latent attention without positions (text-model section 3.2), over chosen rows where there is an indexer (K3.1 Pro)."""
 
 from dataclasses import replace
+from functools import partial
 
 import jax.numpy as jnp
 from flax import nnx
@@ -68,8 +69,11 @@ class Mla(nnx.Module):
         query_latent, row, gate = linear_op.project_many(x, [reader.factor for reader in readers], impl=impl)
         query_latent = self.parallel.all_gather(query_latent, "q_lora", -1)
         norm, expand = self.q_a_layernorm, self.q_b_proj
-        query = linear_op.project_normed(query_latent, norm.weight[...], norm.eps, expand.factor, impl)
-        query = query.reshape(*x.shape[:2], -1, sizes.query_dim)
+        if not cut and mla_op.enters(query_latent, expand.factor, self.impls.mla):
+            query = mla_op.Latents(query_latent, norm.weight[...], expand.factor)
+        else:
+            query = linear_op.project_normed(query_latent, norm.weight[...], norm.eps, expand.factor, impl)
+            query = query.reshape(*x.shape[:2], -1, sizes.query_dim)
         read = self.indexer.read(x) if hasattr(self, "indexer") else None
         keys = None if read is None else read[0]
         if cut:  # all new rows, of which every device writes what it is to hold
@@ -78,7 +82,7 @@ class Mla(nnx.Module):
         # where devices that share the sequence have other tokens each, what is cached comes to the queries
         come = cut and self.parallel.common("sequence", "tokens") > 1
         query, cache = self._write(query, row, keys, lengths - new, new, cache, pages)
-        gate = gate.reshape(*query.shape[:3], sizes.value_dim)
+        gate = gate.reshape(*x.shape[:2], -1, sizes.value_dim)
 
         def dense() -> Float[Array, "rows tokens heads value_dim"]:
             return self._attend(query, gate, positions, lengths, cache, pages, come=come)
@@ -103,7 +107,7 @@ class Mla(nnx.Module):
 
     def _write(
         self,
-        query: Float[Array, "rows tokens heads query_dim"],
+        query: Float[Array, "rows tokens heads query_dim"] | mla_op.Latents,
         row: Float[Array, "rows tokens row_dim"],
         keys: Float[Array, "rows tokens width"] | None,
         starts: Int[Array, " rows"],
@@ -113,25 +117,26 @@ class Mla(nnx.Module):
     ) -> tuple[mla_op.Query, MlaCache]:
         """The cache with the rows of these tokens, and with their index keys whether or not this call chooses: later ones may.
 
-        The queries come back absorbed where a launch does both.
+        The queries come back absorbed where a launch does both, and projected before where it does that too.
         """
         norm, impl = self.kv_a_layernorm, self.impls.mla
         # a call that is cut brings more new rows than queries
         early = row.shape[1] == query.shape[1] and mla_op.absorbs_early(query.shape[1], impl)
         row, first, count = context.own(row, starts, new, self.parallel)
-        asked: mla_op.Query = query
-        if early:
-            asked, latent = mla_op.absorb_and_write(
-                cache.latent,
-                query,
-                self.kv_b_proj.factor,
-                mla_op.NewRows(row, first, count, norm.weight[...]),
-                nope_dim=self.sizes.nope_dim,
-                eps=norm.eps,
-                pages=pages,
-                impl=impl,
-            )
+        rows, expand, nope_dim = (
+            mla_op.NewRows(row, first, count, norm.weight[...]),
+            self.kv_b_proj.factor,
+            self.sizes.nope_dim,
+        )
+        asked: mla_op.Query
+        if isinstance(query, mla_op.Latents):
+            enter = partial(mla_op.project_absorb_and_write, query_eps=self.q_a_layernorm.eps, eps=norm.eps)
+            asked, latent = enter(cache.latent, query, expand, rows, nope_dim=nope_dim, pages=pages, impl=impl)
+        elif early:
+            enter = partial(mla_op.absorb_and_write, eps=norm.eps)
+            asked, latent = enter(cache.latent, query, expand, rows, nope_dim=nope_dim, pages=pages, impl=impl)
         else:
+            asked = query
             latent = write_rows(cache.latent, row, first, count, norm=norm, pages=pages, impl=impl)
         if keys is None:
             return asked, MlaCache(latent)

@@ -6,12 +6,13 @@ from kimi_jax.ops.kda.api import kernel_problems
 from kimi_jax.ops.kda.pallas_step import MOST_TOKENS
 from kimi_jax.ops.linear.pallas import MOST_ROWS
 from kimi_jax.ops.mla.api import DIRECT_FROM
+from kimi_jax.ops.mla.entry import MOST_QUERIES
 from kimi_jax.ops.moe.kernels import FEW_TOKENS, ROUTED_TOKENS
 from kimi_jax.placement.lowered import Launch
 
 
 def expected_kernels(
-    config: KimiConfig, impls: Implementations, rows: int, tokens: int, random: bool, length: int
+    config: KimiConfig, impls: Implementations, rows: int, tokens: int, random: bool, length: int, fp8: bool = False
 ) -> dict[Launch, int]:
     """Kernel -> fewest calls of a step: one for every layer whose op runs it.
 
@@ -22,6 +23,7 @@ def expected_kernels(
       tokens: new tokens of each.
       random: whether rows may draw with a temperature, which is XLA's.
       length: tokens that each can hold: an indexer that keeps as many chooses nothing.
+      fp8: whether attention projections are in FP8.
     """
     indexer, latent_layers = config.indexer, len(config.layers_of("mla"))
     chooses = indexer is not None and length > indexer.top_k
@@ -30,7 +32,7 @@ def expected_kernels(
         "kda": _kda(config, tokens),
         "linear": (config.layers if rows * tokens <= MOST_ROWS else 0, ("project",)),
         "indexer": (latent_layers if indexer is not None else 0, _indexer(chooses)),
-        "mla": (latent_layers, _mla(tokens, chooses)),
+        "mla": (latent_layers, _mla(rows, tokens, chooses, fp8)),
         "moe": (config.layers - config.dense_layers, _moe(rows * tokens)),
         "sample": (0 if random else 1, ("look", "merge")),
     }
@@ -52,11 +54,13 @@ def _indexer(chooses: bool) -> tuple[str, ...]:
     return "index_write", *(("index_scores", "index_top_k") if chooses else ())
 
 
-def _mla(tokens: int, chooses: bool) -> tuple[str, ...]:
+def _mla(rows: int, tokens: int, chooses: bool, fp8: bool) -> tuple[str, ...]:
     few = tokens < DIRECT_FROM
     if not few and not chooses:
         return "mla_write", "mla_expand", "mla_attend_block"
     entry = ("mla_absorb_write",) if few else ("mla_write", "mla_absorb")
+    if rows * tokens <= MOST_QUERIES and not fp8:
+        entry = ("mla_enter",)
     return *entry, "mla_attend_selected" if chooses else "mla_attend", "mla_merge_expand"
 
 

@@ -129,6 +129,27 @@ def test_pages(mi355x, tokens):
     fits(built)
 
 
+@pytest.mark.parametrize("rows", [1, 8])
+def test_queries_are_projected_too(mi355x, build, rows):
+    def run(cache: Any, latent: Any, norm: Any, weight: Any, expand: Any, new: Any, starts: Any) -> Any:
+        query, fresh = api.Latents(latent, norm, weight), api.NewRows(new, starts, starts, norm[:LATENT])
+        eps = {"query_eps": 1e-6, "eps": 1e-6}
+        return api.project_absorb_and_write(cache, query, expand, fresh, nope_dim=NOPE, **eps, impl="pallas")
+
+    width, rank = LATENT + SHARED, 1536
+    given = (
+        (rows, 4096, width),
+        (rows, 1, rank),
+        (rank,),
+        (HEADS * (NOPE + SHARED), rank),
+        (HEADS * (NOPE + VALUE), LATENT),
+    )
+    kernels = build(run, *((shape, BFLOAT16) for shape in (*given, (rows, 1, width))), ((rows,), jnp.int32))
+    (kernel,) = (kernel for kernel in kernels if kernel.name.startswith("mla"))  # the cache is not donated: a copy
+    assert (kernel.name, kernel.spills, kernel.scratch) == ("mla_enter", 0, 0)
+    assert kernel.vgprs <= 256  # red with passes of 512 over 128 columns, where the next tile is loaded ahead
+
+
 def fits(built: Built) -> None:
     """No register spills, and local memory suffices; red with 64 queries a program, or 8 tokens in the merge."""
     assert built.lds <= LDS

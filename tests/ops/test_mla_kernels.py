@@ -1,5 +1,7 @@
 """The kernels of latent attention, interpreted: the same contract as the reference, and every edge of their tiles."""
 
+from functools import partial
+
 import hypothesis
 import hypothesis.strategies as st
 import jax
@@ -7,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kimi_jax.ops.linear import api as linear
 from kimi_jax.ops.mla import api, prefill, split
 from tests.ops.mla_contract import AttendContract, PartialContract, ShapesContract, compiled, in_pages, make, oracle
 
@@ -95,3 +98,19 @@ def test_queries_absorbed_beside_a_write_are_the_same(rows, tokens):
         jnp.zeros((rows, 64, 42)), query, expand, new, nope_dim=5, eps=0.0, impl="interpret"
     )
     np.testing.assert_array_equal(moved.rows, alone)
+
+
+@pytest.mark.parametrize(("rows", "tokens", "nope", "heads"), [(1, 1, 5, 3), (2, 3, 16, 2)])
+def test_queries_projected_in_the_launch_that_absorbs_them(rows, tokens, nope, heads):
+    # red when a head projects with another's rows, the shared part is of the wrong ones, or the norm is left out
+    random, shared, latent, width = np.random.default_rng(0), 4, 150, 300
+    array = lambda *shape: jnp.asarray(random.normal(size=shape), jnp.float32)  # noqa: E731
+    query = api.Latents(array(rows, tokens, width), array(width), array(heads * (nope + shared), width))
+    expand, new = array(heads * (nope + 6), latent), array(rows, tokens, latent + shared)
+    fresh = api.NewRows(new, jnp.full(rows, 3), jnp.full(rows, tokens), None)
+    enter = jax.jit(partial(api.project_absorb_and_write, nope_dim=nope, query_eps=0.5, eps=0.0, impl="interpret"))
+    moved, held = enter(jnp.zeros((rows, 64, latent + shared)), query, expand, fresh)
+    projected = linear.project_normed(query.rows, query.norm, 0.5, query.weight)
+    expected = api.absorb(projected.reshape(rows, tokens, heads, -1), expand, nope_dim=nope)
+    np.testing.assert_allclose(moved.rows, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+    np.testing.assert_array_equal(held[:, 3 : 3 + tokens], new)

@@ -42,7 +42,7 @@ def test_a_decode_step_agrees_with_its_plan_and_calls_each_kernel_once_a_layer()
     found = lower_step(CONFIG, context=1024)
     assert found.problems == []
     assert calls(found) == {
-        "project": 16, "kda_step": 2, "mix_norm": 6, "mla_absorb_write": 1, "mla_attend": 1,
+        "project": 15, "kda_step": 2, "mix_norm": 6, "mla_enter": 1, "mla_attend": 1,
         "mla_merge_expand": 1, "moe_route_up": 2, "moe_down": 2, "look": 1, "merge": 1,
     }  # fmt: skip
     assert found.donated_bytes == found.cache_bytes == found.plan.cache_bytes
@@ -152,7 +152,7 @@ def test_k3_at_full_size():
     found = lower_step("k3", context=1 << 20)
     assert found.problems == []
     called = calls(found)
-    assert {called[name] for name in ("mla_absorb_write", "mla_attend", "mla_merge_expand")} == {24}
+    assert {called[name] for name in ("mla_enter", "mla_attend", "mla_merge_expand")} == {24}
     assert {called[name] for name in ("moe_route_up", "moe_down")} == {92}
     assert (called["kda_step"], called["mix_norm"]) == (69, 2 * 93)
     assert found.donated_bytes == found.plan.cache_bytes

@@ -83,9 +83,26 @@ def absorb_and_write(
     eps: float,
     interpret: bool = False,
 ) -> tuple[Float[Array, "rows tokens heads row_dim"], Float[Array, "pool page row_dim"]]:
-    """See ``api.absorb_and_write``; programs past those of the last head write a row each."""
-    check_cache(cache, pages)
+    """See ``api.absorb_and_write``."""
     work = _Work.of(query, expand, nope_dim)
+    given = query.reshape(-1, *query.shape[2:])
+    out, held = beside_a_write("mla_absorb_write", work, cache, given, expand, new, pages, eps, interpret)
+    return out.reshape(*query.shape[:3], -1), held
+
+
+def beside_a_write(
+    name: str,
+    work: Any,
+    cache: Float[Array, "pool page row_dim"],
+    query: Any,
+    expand: Matrix,
+    new: NewRows,
+    pages: Int[Array, "rows pages"] | None,
+    eps: float,
+    interpret: bool,
+) -> tuple[Float[Array, "queries heads row_dim"], Float[Array, "pool page row_dim"]]:
+    """``work`` on the queries, and past its last head a program for each new row."""
+    check_cache(cache, pages)
     rows, tokens, _ = new.values.shape
     beside, room = work.grid[0] * work.grid[1], capacity(cache, pages)
 
@@ -107,18 +124,18 @@ def absorb_and_write(
 
     out, held = launch(
         kernel,
-        "mla_absorb_write",
+        name,
         (work.heads + pl.cdiv(rows * tokens, beside), *work.grid),
         (work.result, jax.ShapeDtypeStruct(cache.shape, cache.dtype)),
         cache,
-        query.reshape(-1, *query.shape[2:]),
+        query,
         by_head(expand, work.heads),
         new,
         pages,
         interpret=interpret,
         aliases={0: 1},
     )
-    return out.reshape(*query.shape[:3], -1), held
+    return out, held
 
 
 class _Work(NamedTuple):

@@ -7,15 +7,17 @@ from functools import partial
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kimi_jax.ops.implementation import choose
-from kimi_jax.ops.linear.weights import Matrix
+from kimi_jax.ops.linear.weights import Matrix, Scaled
 from kimi_jax.ops.mla import absorb as absorb_kernel
-from kimi_jax.ops.mla import kernels, reference
+from kimi_jax.ops.mla import entry, kernels, reference
 from kimi_jax.ops.mla.absorb import Absorbed as Absorbed
 from kimi_jax.ops.mla.absorb import Query as Query
 from kimi_jax.ops.mla.absorb import scale_of as scale_of
+from kimi_jax.ops.mla.entry import Latents as Latents
 from kimi_jax.ops.mla.launch import check_cache
 from kimi_jax.ops.mla.write import NewRows as NewRows
 
@@ -120,6 +122,46 @@ def absorb_and_write(
     run = choose("mla.absorb_and_write", impl, built)
     with jax.named_scope("mla_absorb"):
         rows, cache = run(cache, query, expand, new, pages, nope_dim=nope_dim, eps=eps)
+    return Absorbed(rows), cache
+
+
+def enters(latent: Float[Array, "rows tokens q_rank"], weight: Matrix, impl: str) -> bool:
+    """Whether :func:`project_absorb_and_write` takes a call.
+
+    Args:
+      latent: what queries are projected from.
+      weight: q_b; its FP8 form meets rows rounded to FP8, which is another launch's work, and no other form may round them.
+    """
+    rows, tokens, _ = latent.shape
+    few = absorbs_early(tokens, impl) and rows * tokens <= entry.MOST_QUERIES
+    return few and not isinstance(weight, Scaled) and jnp.promote_types(latent.dtype, weight.dtype) == weight.dtype
+
+
+def project_absorb_and_write(
+    cache: Float[Array, "pool page row_dim"],
+    query: Latents,
+    expand: Matrix,
+    new: NewRows,
+    *,
+    nope_dim: int,
+    query_eps: float,
+    eps: float,
+    pages: Int[Array, "rows pages"] | None = None,
+    impl: str,
+) -> tuple[Absorbed, Float[Array, "pool page row_dim"]]:
+    """:func:`absorb_and_write` of queries that are projected in the same launch, where :func:`enters`.
+
+    Args:
+      query_eps: of the norm before the projection.
+      cache, expand, new, nope_dim, eps, pages, impl: as for :func:`absorb_and_write`.
+    """
+    built = {
+        "pallas": entry.project_absorb_and_write,
+        "interpret": partial(entry.project_absorb_and_write, interpret=True),
+    }
+    run = choose("mla.project_absorb_and_write", impl, built)
+    with jax.named_scope("mla_absorb"):
+        rows, cache = run(cache, query, expand, new, pages, nope_dim=nope_dim, query_eps=query_eps, eps=eps)
     return Absorbed(rows), cache
 
 
