@@ -13,7 +13,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -170,11 +170,14 @@ def write_bigram(folder: Path, target: Path, samples: list[Sample]) -> Path:
     return export_draft(folder, spec, arrays, "float32")
 
 
-def measure(target: Path, draft: Path, prompts: list[list[int]], tokens: int) -> dict[str, float]:
+def measure(
+    target: Path, draft: Path, prompts: list[list[int]], tokens: int, kinds: Collection[str] = ("greedy", "sampled")
+) -> dict[str, float]:
     """Tokens per step of a draft in the engine, over all prompts, greedily and at temperature 1; in the float32 mode."""
-    model = kimi_jax.load(target, dtype="float32", draft=draft, max_seq_len=len(prompts[0]) + tokens)
+    model = kimi_jax.load(target, dtype="float32", draft=draft, max_seq_len=len(prompts[0]) + tokens, prefill_chunk=16)
     found = {}
-    for name, temperature in (("greedy", 0.0), ("sampled", 1.0)):
+    for name in kinds:
+        temperature = 0.0 if name == "greedy" else 1.0
         answers = model.generate_batch(prompts, tokens, temperature=temperature, seed=5, ignore_eos=True)
         used = [answer.usage.drafts for answer in answers]
         steps = sum(one.steps for one in used if one)

@@ -1,7 +1,6 @@
 """``kimi-jax train draft``: refusals before a model is loaded, data that the model says, and a draft to go on from."""
 
 import argparse
-import json
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -58,19 +57,6 @@ def test_everything_wrong_is_told_before_a_model_is_loaded(tmp_path: Path, capsy
     assert "holds a finished draft already" in capsys.readouterr().err
     assert cli.main(["train"]) == 2
     assert "what works: draft" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_answers_are_the_models_own_and_seeded(tmp_path: Path) -> None:
-    # red when answers share a seed, another call gives others, or the prompt counts as answer
-    prompts = tmp_path / "prompts"
-    prompts.write_text(json.dumps([[9, 10, 11], [12, 13]]))
-    given = [train_draft.read_prompts(quick(), prompts)] * 2
-    args = parsed("--out", tmp_path, "--sample", 4, "--answer-len", 6)
-    one, two = (train_draft.sample_answers(quick(), args, prompts, 16) for prompts in given)
-    assert one == two and [sample.prompt for sample in one] == [3, 2, 3, 2]
-    assert one[0].ids[:3] == (9, 10, 11) == one[2].ids[:3] and one[0].ids != one[2].ids
-    assert max(len(sample.ids) - sample.prompt for sample in one) == 6
 
 
 def test_a_draft_to_go_on_from_is_read_as_masters(tmp_path: Path) -> None:
