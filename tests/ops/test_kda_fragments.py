@@ -54,7 +54,7 @@ def composed(case, cuts, width=TOKENS):
     return np.concatenate(outs, axis=1), np.asarray(state)
 
 
-@settings(suppress_health_check=[HealthCheck.differing_executors], max_examples=25)
+@settings(suppress_health_check=[HealthCheck.differing_executors], max_examples=12)
 @given(
     seed=st.integers(0, 2**32 - 1),
     cuts=st.lists(st.integers(0, TOKENS), max_size=5).map(sorted),
