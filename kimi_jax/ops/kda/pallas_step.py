@@ -154,10 +154,11 @@ def _kernel(lengths: Any, *refs: Any, lower_bound: float, eps: float) -> None:
     def _() -> None:
         for t in range(tokens):
             out[row, t, channels] = jnp.zeros(dim, out.dtype)
-            for record in () if records is None else records[:3]:
-                record[row, t, head, :] = jnp.zeros(dim, jnp.float32)
-            for stream in () if records is None else range(windows.shape[1]):
-                records[3][row, stream, t, channels] = jnp.zeros(dim, windows.dtype)
+            if records is not None:
+                for record in records[:3]:
+                    record[row, t, head, :] = jnp.zeros(dim, jnp.float32)
+                for stream in range(windows.shape[1]):
+                    records[3][row, stream, t, channels] = jnp.zeros(dim, windows.dtype)
 
     @pl.when(length > 0)
     def _() -> None:

@@ -104,7 +104,8 @@ def commit(
     conv, state, records = pending
     few = records.k.shape[1] <= pallas_step.MOST_TOKENS and state.shape[-1] in api.KERNEL_DIMS
     if impl != "reference" and few:
-        state, conv = pallas_step.fold(state, conv, tuple(records), counts, interpret=impl == "interpret")
+        kept = (records.k, records.g, records.u, records.inputs)
+        state, conv = pallas_step.fold(state, conv, kept, counts, interpret=impl == "interpret")
         return conv, state
     return window_after(conv, records.inputs, counts), fold(state, records, counts)
 
