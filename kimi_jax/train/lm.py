@@ -87,8 +87,13 @@ class Trainer:
             for name, spec in self.specs.items()
             if self.layout.placed_shape(spec) != spec.shape
         ]
+        problems += [
+            f"{axis} is cut: its shares are joined as bytes, which have no gradient"
+            for axis in ("router_expert", "latent")
+            if self.parallel.size(axis) > 1
+        ]
         if problems:
-            raise TrainingError(f"{self.layout.name} cannot train this model", problems[:3], "Cut experts over fewer.")
+            raise TrainingError(f"{self.layout.name} cannot train this model", problems[:3], "tp8 and ep8 cut neither; for padding, cut experts over fewer.")
 
     @cached_property
     def parallel(self) -> Parallel:
