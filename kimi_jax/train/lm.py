@@ -93,7 +93,11 @@ class Trainer:
             if self.parallel.size(axis) > 1
         ]
         if problems:
-            raise TrainingError(f"{self.layout.name} cannot train this model", problems[:3], "tp8 and ep8 cut neither; for padding, cut experts over fewer.")
+            raise TrainingError(
+                f"{self.layout.name} cannot train this model",
+                problems[:3],
+                "tp8 and ep8 cut neither; for padding, cut experts over fewer.",
+            )
 
     @cached_property
     def parallel(self) -> Parallel:
