@@ -26,8 +26,8 @@ VERBS = {
     "plan": "bytes, bounds and fit of a model under a layout, without weights or devices",
     "compile": "compile the full-size steps for a target, without devices",
     "serve": "OpenAI-compatible HTTP server",
-    "eval": "run public evaluations of a served model",
-    "train": "train a draft model",
+    "eval": "run public evaluations of a served model, and kimi-nano's own",
+    "train": "train a language model or a draft",
     "doctor": "is this machine ready, what is missing, what works here",
 }
 
