@@ -54,6 +54,7 @@ def test_gradients_are_those_of_one_device(layout):
     got_loss, got = gradients(layout)
     assert got_loss == pytest.approx(loss, rel=1e-6)
     still = {name for name, array in wanted.items() if not array.any()}
-    assert still == {f"model.layers.0.self_attention_res_{part}.weight" for part in ("norm", "proj")}  # it mixes one source
+    # the first mix has one source
+    assert still == {f"model.layers.0.self_attention_res_{part}.weight" for part in ("norm", "proj")}
     for name, array in wanted.items():
         np.testing.assert_allclose(got[name], array, rtol=0, atol=1e-5 * np.abs(array).max(), err_msg=name)
