@@ -61,6 +61,10 @@ KEPT = {
     "k3-tp8-verify-8": (
         "compile k3 --layout tp8 --target mi355x --phase verify --draft k3-mla --context 1048576 --batch 1 --budget k3-tp8-verify-8"
     ),
+    "k31-tp8-verify-8": (
+        "compile k3.1-pro --layout tp8 --target mi355x --phase verify --draft k3.1-mla --context 1048576 --batch 1 "
+        "--budget k31-tp8-verify-8"
+    ),
     "k3-tp8-decode-1-xla": "compile k3 --layout tp8 --target mi355x --phase decode --context 1048576 --batch 1 --impl reference",
 }
 """Every file in docs/compiled; the last takes five minutes or more."""

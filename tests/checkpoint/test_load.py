@@ -43,7 +43,7 @@ from tests.checkpoint.models import (
     with_vision,
 )
 
-LAYOUTS = ("tp8", "tp8-lean", "ep8", "tp4-ep2", "dp2-tp4", "tp8-dcp8")
+LAYOUTS = ("tp8", "tp8-lean", "ep8", "tp4-ep2", "dp2-tp4", "tp8-dcp8", "sp2-tp4")
 EXPERT = f"{MOE}.experts.3.w2.weight_packed"
 
 
