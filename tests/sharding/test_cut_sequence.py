@@ -1,5 +1,6 @@
 """Sequences cut over the devices that share the heads compute what whole ones do: dense and chosen rows, in rows and in pages."""
 
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -33,6 +34,10 @@ LAYOUTS = {
     # neighbours' heads are gathered, then others' than neighbours' (heads in the reverse order)
     "dcp2": cut({"outer": 4, "inner": 2}, 2),
     "dcp4": cut({"outer": 2, "inner": 4}, 1, ("inner", "outer")),
+    # the other run lengths
+    "dcp2-single": cut({"outer": 4, "inner": 2}, 1, ("inner", "outer")),
+    "dcp4-pairs": cut({"outer": 2, "inner": 4}, 2),
+    "dcp8-pairs": replace(load_layout("tp8-dcp8"), interleave=2),
     "quick2": cut(FOUR, 1, ("inner", "outer")),
     "quick4": cut({"inner": 4}, 2),
     # devices that share a sequence and hold the same heads: nothing to gather, but parts to be summed
@@ -101,7 +106,7 @@ def test_golden_continuation():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "layout, width",
-    [("dcp2", 16), ("dcp8", 16), ("dcp4", 1)],
+    [("dcp2", 16), ("dcp8", 16), ("dcp4", 1), ("dcp2-single", 16), ("dcp4-pairs", 16), ("dcp8-pairs", 16)],
 )
 def test_golden_scores_over_chosen_rows(layout, width):
     # red when a device offers columns instead of positions, keys are dealt otherwise than rows, a device with few keys offers
